@@ -1,0 +1,108 @@
+//! The arena: what a step tells the device, in one int32 tensor. Owns the layout; never knows what is in it.
+//!
+//! It carries what is new in the step and nothing else. Block tables and sampling parameters live on the device by
+//! row, and the arena brings the changes to them. Sections, in order, for a step of R rows, T tokens, G groups,
+//! S sampled rows, C block table changes and P row changes:
+//!
+//! | section | elements | content |
+//! | --- | --- | --- |
+//! | `rows` | R | row number; decodes (one token) first |
+//! | `cu_seqlens` | R + 1 | start of each row's tokens in the step, and their end |
+//! | `kv_lens` | R | tokens of the row with K and V after the step |
+//! | `tokens` | T | token ids |
+//! | `positions` | T | position of each token in its sequence |
+//! | `write_slots` | G x T | where K and V of each token go: block * `page_size` + offset |
+//! | `logits_rows` | S | tokens of the step whose logits are needed |
+//! | `draws` | 3 x S | low and high half of the draw key, and the position of the token to be drawn |
+//! | `table_changes` | 4 x C | group, row, page, block |
+//! | `row_changes` | 5 x P | row, 1 for a draw or 0 for greedy, temperature, top-k, top-p (floats as bits) |
+
+use std::ops::Range;
+
+/// Elements of one entry of `draws`.
+pub const DRAW_WIDTH: usize = 3;
+/// Elements of one entry of `table_changes`.
+pub const TABLE_CHANGE_WIDTH: usize = 4;
+/// Elements of one entry of `row_changes`.
+pub const ROW_CHANGE_WIDTH: usize = 5;
+
+/// The sizes that a layout follows from.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StepShape {
+    /// Rows in the step.
+    pub rows: usize,
+    /// Leading rows that bring one token.
+    pub decodes: usize,
+    /// Tokens in the step.
+    pub tokens: usize,
+    /// Rows that a token is sampled for.
+    pub sampled: usize,
+    /// New block table entries.
+    pub table_changes: usize,
+    /// Rows whose sampling parameters are new.
+    pub row_changes: usize,
+}
+
+/// Where each section of a step's arena lies, in elements.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(missing_docs)] // the table above
+pub struct ArenaLayout {
+    pub rows: Range<usize>,
+    pub cu_seqlens: Range<usize>,
+    pub kv_lens: Range<usize>,
+    pub tokens: Range<usize>,
+    pub positions: Range<usize>,
+    pub write_slots: Range<usize>,
+    pub logits_rows: Range<usize>,
+    pub draws: Range<usize>,
+    pub table_changes: Range<usize>,
+    pub row_changes: Range<usize>,
+}
+
+impl ArenaLayout {
+    /// The layout of a step of that shape over `num_groups` groups.
+    pub fn new(shape: &StepShape, num_groups: usize) -> Self {
+        let mut end = 0;
+        let mut section = |len: usize| {
+            let start = end;
+            end += len;
+            start..end
+        };
+        Self {
+            rows: section(shape.rows),
+            cu_seqlens: section(shape.rows + 1),
+            kv_lens: section(shape.rows),
+            tokens: section(shape.tokens),
+            positions: section(shape.tokens),
+            write_slots: section(num_groups * shape.tokens),
+            logits_rows: section(shape.sampled),
+            draws: section(DRAW_WIDTH * shape.sampled),
+            table_changes: section(TABLE_CHANGE_WIDTH * shape.table_changes),
+            row_changes: section(ROW_CHANGE_WIDTH * shape.row_changes),
+        }
+    }
+
+    /// Elements of the whole.
+    pub fn len(&self) -> usize {
+        self.row_changes.end
+    }
+
+    /// Never: there is always the end of `cu_seqlens`.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Elements that no step exceeds.
+    pub fn capacity(max_rows: usize, max_tokens: usize, page_size: usize, num_groups: usize) -> usize {
+        let shape = StepShape {
+            rows: max_rows,
+            decodes: max_rows,
+            tokens: max_tokens,
+            sampled: max_rows,
+            // A row starts at most one page more than its tokens fill.
+            table_changes: num_groups * (max_tokens / page_size + max_rows),
+            row_changes: max_rows,
+        };
+        Self::new(&shape, num_groups).len()
+    }
+}

@@ -1,0 +1,184 @@
+//! The inbox: how requests and cancellations of any thread reach the engine's thread.
+//!
+//! A request is checked here, in its submitter's thread, so that a bad one reaches nobody else.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::config::EngineConfig;
+use crate::error::{Error, Result};
+use crate::ids::RequestId;
+use crate::sequence::Request;
+
+/// What the engine's thread finds in the inbox.
+#[derive(Debug)]
+pub(crate) enum Message {
+    Submit(RequestId, Request),
+    Cancel(RequestId),
+}
+
+#[derive(Debug, Default)]
+struct Mail {
+    messages: VecDeque<Message>,
+    closed: Option<String>,
+    woken: bool,
+}
+
+/// Many writers, one reader.
+#[derive(Debug)]
+pub struct Inbox {
+    mail: Mutex<Mail>,
+    arrived: Condvar,
+    next_ordinal: AtomicU64,
+    /// Requests submitted and not yet admitted for the first time.
+    queued: AtomicUsize,
+    vocab_size: u32,
+    max_positions: Option<u32>,
+    capacity_tokens: u64,
+    num_blocks: u32,
+    page_size: u32,
+    max_queue_size: usize,
+}
+
+impl Inbox {
+    pub(crate) fn new(config: &EngineConfig) -> Self {
+        Self {
+            mail: Mutex::default(),
+            arrived: Condvar::new(),
+            next_ordinal: AtomicU64::new(0),
+            queued: AtomicUsize::new(0),
+            vocab_size: config.vocab_size,
+            max_positions: config.max_positions,
+            capacity_tokens: config.capacity_tokens(),
+            num_blocks: config.num_blocks,
+            page_size: config.page_size,
+            max_queue_size: config.max_queue_size,
+        }
+    }
+
+    /// Whether a request would be taken, but for the queue's bound.
+    ///
+    /// # Errors
+    /// What [`Inbox::submit`] would say.
+    pub fn check(&self, prompt: &[i32], max_new_tokens: i64) -> Result<()> {
+        if prompt.is_empty() {
+            return Err(Error::EmptyPrompt);
+        }
+        let outside = |&token: &i32| token < 0 || token as u32 >= self.vocab_size;
+        if let Some(position) = prompt.iter().position(outside) {
+            let token = i64::from(prompt[position]);
+            return Err(Error::TokenOutsideVocabulary { position, token, vocab_size: self.vocab_size });
+        }
+        if max_new_tokens < 1 {
+            return Err(Error::InvalidMaxNewTokens { value: max_new_tokens });
+        }
+        if let Some(max_positions) = self.max_positions
+            && prompt.len() as u64 + 1 > u64::from(max_positions)
+        {
+            return Err(Error::PromptExceedsPositions { prompt: prompt.len(), max_positions });
+        }
+        if prompt.len() as u64 + 1 > self.capacity_tokens {
+            return Err(Error::PromptExceedsPool {
+                prompt: prompt.len(),
+                capacity: self.capacity_tokens,
+                num_blocks: self.num_blocks,
+                page_size: self.page_size,
+            });
+        }
+        Ok(())
+    }
+
+    /// Hands a request over. It gets exactly one terminal event, whatever happens.
+    ///
+    /// # Errors
+    /// An [`Error`] that names what is wrong with the request; [`Error::QueueFull`] or [`Error::Closed`] otherwise.
+    pub fn submit(&self, request: Request) -> Result<RequestId> {
+        self.check(&request.prompt, request.max_new_tokens)?;
+        let mut mail = self.lock();
+        if let Some(cause) = &mail.closed {
+            return Err(Error::Closed { cause: cause.clone() });
+        }
+        if self.max_queue_size > 0 && self.queued.load(Ordering::Relaxed) >= self.max_queue_size {
+            return Err(Error::QueueFull { limit: self.max_queue_size });
+        }
+        self.queued.fetch_add(1, Ordering::Relaxed);
+        let id = RequestId(self.next_ordinal.fetch_add(1, Ordering::Relaxed));
+        mail.messages.push_back(Message::Submit(id, request));
+        drop(mail);
+        self.arrived.notify_one();
+        Ok(id)
+    }
+
+    /// Asks for the end of a request. One that ended already, or never was, is left alone.
+    pub fn cancel(&self, request: RequestId) {
+        self.lock().messages.push_back(Message::Cancel(request));
+        self.arrived.notify_one();
+    }
+
+    /// Takes no more requests: every later [`Inbox::submit`] gets the cause. The first cause stays.
+    pub fn close(&self, cause: &str) {
+        self.lock().closed.get_or_insert_with(|| cause.to_owned());
+        self.arrived.notify_one();
+    }
+
+    /// Takes requests again.
+    pub fn reopen(&self) {
+        self.lock().closed = None;
+    }
+
+    /// Why it is closed, if it is.
+    pub fn closed(&self) -> Option<String> {
+        self.lock().closed.clone()
+    }
+
+    /// Waits until there is a message or [`Inbox::wake`] was called, at most `timeout`. Tells whether there was.
+    pub fn wait(&self, timeout: Duration) -> bool {
+        let idle = |mail: &mut Mail| mail.messages.is_empty() && !mail.woken;
+        let (mut mail, _) = self
+            .arrived
+            .wait_timeout_while(self.lock(), timeout, idle)
+            .unwrap_or_else(PoisonError::into_inner);
+        let woken = std::mem::take(&mut mail.woken);
+        woken || !mail.messages.is_empty()
+    }
+
+    /// Ends a [`Inbox::wait`], now or the next one.
+    pub fn wake(&self) {
+        self.lock().woken = true;
+        self.arrived.notify_one();
+    }
+
+    /// Whether no message waits.
+    pub fn is_empty(&self) -> bool {
+        self.lock().messages.is_empty()
+    }
+
+    pub(crate) fn take(&self, into: &mut VecDeque<Message>) {
+        std::mem::swap(&mut self.lock().messages, into);
+    }
+
+    /// A request left the queue, for a row or for good.
+    pub(crate) fn left_queue(&self) {
+        self.queued.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// A first admission was undone.
+    pub(crate) fn back_in_queue(&self) {
+        self.queued.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Requests submitted and not yet admitted for the first time.
+    pub fn queued(&self) -> usize {
+        self.queued.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn submitted(&self) -> u64 {
+        self.next_ordinal.load(Ordering::Relaxed)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Mail> {
+        self.mail.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,107 @@
+//! The proof of the books.
+
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use crate::ids::SeqId;
+use crate::sequence::Phase;
+
+impl Engine {
+    /// Proves that every block is in exactly one state and owned as often as tables name it, that rows, lists and
+    /// queue agree with the sequences, and that tables are as long as their tokens need.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] with the first contradiction. Costs O(pool + tokens' pages): for tests and idle moments.
+    pub fn check_integrity(&self) -> Result<()> {
+        let mut references = vec![0; self.pool.capacity() as usize];
+        let mut rows = vec![false; self.rows.capacity() as usize];
+        let (mut with_row, mut waiting) = (0, 0);
+        for (id, seq) in &self.seqs {
+            for block in &seq.blocks {
+                match references.get_mut(block.get() as usize) {
+                    Some(count) => *count += 1,
+                    None => {
+                        return corrupt(format!(
+                            "request {} holds block {}, not of the pool",
+                            seq.request,
+                            block.get()
+                        ));
+                    }
+                }
+            }
+            if self.by_request.get(&seq.request) != Some(&id) {
+                return corrupt(format!("request {} does not lead to its sequence", seq.request));
+            }
+            match seq.row {
+                Some(row) => {
+                    with_row += 1;
+                    if std::mem::replace(&mut rows[row.get() as usize], true) {
+                        return corrupt(format!("row {} has two sequences", row.get()));
+                    }
+                }
+                None => {
+                    waiting += 1;
+                    if seq.phase != Phase::Pending || !seq.blocks.is_empty() || seq.computed != 0 {
+                        return corrupt(format!(
+                            "request {} has no row but {:?} and blocks",
+                            seq.request, seq.phase
+                        ));
+                    }
+                }
+            }
+            self.check_lengths(id)?;
+        }
+        if with_row != self.active.len() || self.rows.available() as usize + with_row != rows.len() {
+            return corrupt(format!(
+                "{with_row} sequences have rows, {} are active, {} rows of {} are free",
+                self.active.len(),
+                self.rows.available(),
+                rows.len()
+            ));
+        }
+        if !self.active.is_sorted_by(|&a, &b| self.seqs[a].admitted < self.seqs[b].admitted) {
+            return corrupt("active sequences are not in order of admission".into());
+        }
+        let queued =
+            self.queue.keys().filter(|&id| self.seqs.get(id).is_some_and(|seq| seq.row.is_none())).count();
+        if waiting != self.queue.len() || queued != waiting || self.by_request.len() != self.seqs.len() {
+            return corrupt(format!(
+                "{waiting} sequences wait, the queue counts {} and holds {queued}",
+                self.queue.len()
+            ));
+        }
+        self.pool.check(&references)
+    }
+
+    fn check_lengths(&self, id: SeqId) -> Result<()> {
+        let seq = &self.seqs[id];
+        let planned = self.in_flight.iter().flatten().flatten().filter(|entry| entry.id == id);
+        let held = seq.computed + planned.map(|entry| entry.len).sum::<u32>();
+        let expected = held.div_ceil(self.config.page_size) * self.config.num_groups;
+        if seq.row.is_some() && seq.blocks.len() as u32 != expected {
+            return corrupt(format!(
+                "request {} holds {} blocks, its {held} tokens need {expected}",
+                seq.request,
+                seq.blocks.len()
+            ));
+        }
+        let known = seq.tokens.len() as u32;
+        if seq.computed >= known || known >= seq.max_len || held > known {
+            return corrupt(format!(
+                "request {}: {} of {known} tokens computed, {held} planned, bound {}",
+                seq.request, seq.computed, seq.max_len
+            ));
+        }
+        if seq.phase == Phase::Decoding && seq.remaining() != 1 {
+            return corrupt(format!(
+                "request {} decodes with {} tokens to compute",
+                seq.request,
+                seq.remaining()
+            ));
+        }
+        Ok(())
+    }
+}
+
+fn corrupt(what: String) -> Result<()> {
+    Err(Error::Corrupt(what))
+}

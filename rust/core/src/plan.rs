@@ -1,0 +1,308 @@
+//! Planning a step: which rows, with how many tokens, in which blocks. A sequence that does not fit leaves no trace.
+
+use crate::arena::{ArenaLayout, DRAW_WIDTH, ROW_CHANGE_WIDTH, StepShape, TABLE_CHANGE_WIDTH};
+use crate::counters::Counters;
+use crate::engine::{Arrival, Engine, Entry, Step};
+use crate::error::{Error, Result};
+use crate::ids::{SeqId, Slot};
+use crate::queue::MAX_PASSED_OVER;
+use crate::sequence::{Phase, Sampling};
+
+/// What is left for the step that is being planned.
+struct Budget {
+    tokens: u32,
+    cache_reads: u64,
+}
+
+impl Engine {
+    pub(crate) fn plan(&mut self, slot: Slot, arena: &mut [i32], now: f64) -> Result<Option<Step>> {
+        self.slot_is_free(slot)?;
+        let need = self.arena_capacity();
+        if arena.len() < need {
+            return Err(Error::BufferTooSmall { slot, buffer: "arena", have: arena.len(), need });
+        }
+        let mut entries = self.spare.pop().unwrap_or_default();
+        entries.clear();
+        loop {
+            self.choose_rows(&mut entries, now);
+            // Victims make room: for the next step when this one has rows, for this one when it has none.
+            let relieved = !self.starved.is_empty() && self.choose_victims();
+            if !entries.is_empty() || !relieved {
+                break;
+            }
+        }
+        if entries.is_empty() {
+            debug_assert!(self.seqs.is_empty(), "nothing could be planned although sequences are there");
+            self.spare.push(entries);
+            return Ok(None);
+        }
+        let step = self.write(slot, &entries, arena);
+        self.in_flight[slot.index()] = Some(entries);
+        Ok(Some(step))
+    }
+
+    /// `fifo`: decodes, then split prefills, then arrivals.
+    fn choose_rows(&mut self, entries: &mut Vec<Entry>, now: f64) {
+        self.starved.clear();
+        let mut budget = Budget {
+            tokens: self.config.max_batch_tokens,
+            cache_reads: self.config.max_cache_reads.unwrap_or(u64::MAX),
+        };
+        self.choose_decodes(entries, &mut budget);
+        self.choose_split_prefills(entries, &mut budget);
+        self.admit(entries, &mut budget, now);
+    }
+
+    fn choose_decodes(&mut self, entries: &mut Vec<Entry>, budget: &mut Budget) {
+        self.split.clear();
+        let count = self.active.len();
+        let start = if self.decode_cursor < count { self.decode_cursor } else { 0 };
+        self.decode_cursor = 0;
+        for at in (start..count).chain(0..start) {
+            let id = self.active[at];
+            let seq = &self.seqs[id];
+            if seq.phase != Phase::Decoding {
+                self.split.push(id);
+                continue;
+            }
+            let reads = u64::from(seq.computed) + 1;
+            if budget.tokens == 0 || reads > budget.cache_reads {
+                // The ones that this step leaves out are first in the next.
+                if self.decode_cursor == 0 {
+                    self.decode_cursor = at;
+                }
+                continue;
+            }
+            if !self.extend(id, 1, entries) {
+                self.starved.push(id);
+                continue;
+            }
+            budget.tokens -= 1;
+            budget.cache_reads -= reads;
+        }
+    }
+
+    fn choose_split_prefills(&mut self, entries: &mut Vec<Entry>, budget: &mut Budget) {
+        let split = std::mem::take(&mut self.split);
+        for &id in &split {
+            if budget.tokens == 0 || !self.prefills_go_on(entries) {
+                break;
+            }
+            let Some(chunk) = self.chunk(id, budget) else { continue };
+            if self.extend(id, chunk, entries) {
+                budget.tokens -= chunk;
+                budget.cache_reads -= u64::from(self.seqs[id].computed + chunk);
+            } else {
+                self.starved.push(id);
+            }
+        }
+        self.split = split;
+    }
+
+    fn admit(&mut self, entries: &mut Vec<Entry>, budget: &mut Budget, now: f64) {
+        let mut at = 0;
+        let mut head_passed_over = None;
+        // A head that waited long enough lets nobody past.
+        while budget.tokens > 0 && self.rows.available() > 0 && at <= MAX_PASSED_OVER as usize {
+            if self.pool.available() == 0 || !self.prefills_go_on(entries) {
+                break;
+            }
+            let Some(id) = self.queue.candidate(at, &self.seqs) else { break };
+            let seq = &self.seqs[id];
+            let lacking =
+                seq.blocks_lacking(seq.tokens.len() as u32, self.config.page_size, self.config.num_groups);
+            let chunk = self.chunk(id, budget).filter(|_| lacking <= self.pool.available());
+            let Some(chunk) = chunk else {
+                if at == 0 {
+                    if seq.passed_over >= MAX_PASSED_OVER {
+                        break;
+                    }
+                    head_passed_over = Some(id);
+                }
+                at += 1;
+                continue;
+            };
+            self.queue.take(at);
+            if let Some(head) = head_passed_over.take() {
+                self.seqs[head].passed_over += 1;
+            }
+            let arrival = self.give_row(id, now);
+            let planned = self.extend(id, chunk, entries);
+            debug_assert!(planned, "its blocks were counted");
+            if let Some(entry) = entries.last_mut() {
+                entry.arrival = arrival;
+            }
+            budget.tokens -= chunk;
+            budget.cache_reads -= u64::from(chunk);
+        }
+    }
+
+    fn give_row(&mut self, id: SeqId, now: f64) -> Arrival {
+        let row = self.rows.take();
+        let seq = &mut self.seqs[id];
+        seq.row = row;
+        seq.phase = Phase::Prefilling;
+        if seq.admitted == 0 {
+            self.admissions += 1;
+            seq.admitted = self.admissions;
+            seq.started = Some(now);
+            self.inbox.left_queue();
+            self.active.push(id);
+            return Arrival::Fresh;
+        }
+        // It comes back to its place among the active ones.
+        let admitted = seq.admitted;
+        let seqs = &self.seqs;
+        let at = self.active.partition_point(|&other| seqs[other].admitted < admitted);
+        self.active.insert(at, id);
+        Arrival::Victim
+    }
+
+    /// Tested before each prefill: with fewer blocks available than the reserve it waits, but a step that would be
+    /// empty takes one.
+    fn prefills_go_on(&self, entries: &[Entry]) -> bool {
+        self.pool.available() >= self.config.reserve() || entries.is_empty()
+    }
+
+    /// How many of its known tokens a prefill brings.
+    fn chunk(&self, id: SeqId, budget: &Budget) -> Option<u32> {
+        let seq = &self.seqs[id];
+        let chunk = seq.remaining().min(budget.tokens);
+        (u64::from(seq.computed) + u64::from(chunk) <= budget.cache_reads).then_some(chunk)
+    }
+
+    /// Plans `len` more tokens of a sequence with a row, if their blocks can be had.
+    fn extend(&mut self, id: SeqId, len: u32, entries: &mut Vec<Entry>) -> bool {
+        let seq = &mut self.seqs[id];
+        let end = seq.computed + len;
+        let lacking = seq.blocks_lacking(end, self.config.page_size, self.config.num_groups);
+        if lacking > self.pool.available() {
+            return false;
+        }
+        entries.push(Entry {
+            id,
+            len,
+            sampled: end as usize == seq.tokens.len(),
+            blocks_before: seq.blocks.len() as u32,
+            arrival: Arrival::No,
+        });
+        for _ in 0..lacking {
+            seq.blocks.extend(self.pool.allocate());
+        }
+        true
+    }
+
+    /// Makes room by resetting starved sequences, newest first, as few as the demand of the others needs, and never
+    /// the last active one. Tells whether there was a victim.
+    fn choose_victims(&mut self) -> bool {
+        let starved = std::mem::take(&mut self.starved);
+        let (page_size, num_groups) = (self.config.page_size, self.config.num_groups);
+        let demand_of = |engine: &Self, id: SeqId| {
+            let seq = &engine.seqs[id];
+            let chunk = seq.remaining().min(engine.config.max_batch_tokens);
+            seq.blocks_lacking(seq.computed + chunk, page_size, num_groups)
+        };
+        Counters::add(&self.counters.starved, starved.len() as u64);
+        let mut demand: u32 = starved.iter().map(|&id| demand_of(self, id)).sum();
+        let mut newest_first = starved.clone();
+        newest_first.sort_unstable_by_key(|&id| std::cmp::Reverse(self.seqs[id].admitted));
+        let mut victims = 0;
+        for id in newest_first {
+            if demand <= self.pool.available() || self.active.len() <= 1 {
+                break;
+            }
+            demand -= demand_of(self, id);
+            self.soft_reset(id);
+            victims += 1;
+        }
+        self.starved = starved;
+        victims > 0
+    }
+
+    /// The generated tokens join the prompt, the blocks and the row go, and the sequence queues again as itself.
+    fn soft_reset(&mut self, id: SeqId) {
+        let Some(seq) = self.seqs.get_mut(id) else { return };
+        self.pool.release_tail(&mut seq.blocks, 0);
+        seq.computed = 0;
+        seq.phase = Phase::Pending;
+        if let Some(row) = seq.row.take() {
+            self.rows.give_back(row);
+        }
+        let admitted = seq.admitted;
+        self.active.retain(|&other| other != id);
+        self.queue.push_victim(id, admitted, &self.seqs);
+        Counters::add(&self.counters.soft_resets, 1);
+    }
+
+    /// Writes the step into the arena.
+    fn write(&self, slot: Slot, entries: &[Entry], arena: &mut [i32]) -> Step {
+        let num_groups = self.config.num_groups as usize;
+        let page_size = self.config.page_size;
+        let mut shape = StepShape { rows: entries.len(), ..StepShape::default() };
+        for entry in entries {
+            shape.tokens += entry.len as usize;
+            shape.sampled += usize::from(entry.sampled);
+            shape.table_changes += self.seqs[entry.id].blocks.len() - entry.blocks_before as usize;
+            shape.row_changes += usize::from(entry.arrival != Arrival::No);
+        }
+        shape.decodes = entries.iter().take_while(|entry| entry.len == 1).count();
+        let layout = ArenaLayout::new(&shape, num_groups);
+
+        let (mut token_at, mut sampled_at, mut table_at, mut row_at) = (0, 0, 0, 0);
+        arena[layout.cu_seqlens.start] = 0;
+        for (n, entry) in entries.iter().enumerate() {
+            let seq = &self.seqs[entry.id];
+            let row = seq.row.map_or(0, |row| row.get()) as i32;
+            let (start, end) = (seq.computed, seq.computed + entry.len);
+            arena[layout.rows.start + n] = row;
+            arena[layout.kv_lens.start + n] = end as i32;
+            let tokens = layout.tokens.start + token_at;
+            arena[tokens..tokens + entry.len as usize]
+                .copy_from_slice(&seq.tokens[start as usize..end as usize]);
+            for (offset, position) in (start..end).enumerate() {
+                arena[layout.positions.start + token_at + offset] = position as i32;
+                let first_block = (position / page_size) as usize * num_groups;
+                for group in 0..num_groups {
+                    let block = seq.blocks[first_block + group].get();
+                    arena[layout.write_slots.start + group * shape.tokens + token_at + offset] =
+                        (block * page_size + position % page_size) as i32;
+                }
+            }
+            token_at += entry.len as usize;
+            arena[layout.cu_seqlens.start + n + 1] = token_at as i32;
+            if entry.sampled {
+                arena[layout.logits_rows.start + sampled_at] = token_at as i32 - 1;
+                let draw = layout.draws.start + DRAW_WIDTH * sampled_at;
+                arena[draw] = seq.draw_key as u32 as i32;
+                arena[draw + 1] = (seq.draw_key >> 32) as u32 as i32;
+                arena[draw + 2] = end as i32;
+                sampled_at += 1;
+            }
+            for at in entry.blocks_before as usize..seq.blocks.len() {
+                let change = layout.table_changes.start + TABLE_CHANGE_WIDTH * table_at;
+                arena[change] = (at % num_groups) as i32;
+                arena[change + 1] = row;
+                arena[change + 2] = (at / num_groups) as i32;
+                arena[change + 3] = seq.blocks[at].get() as i32;
+                table_at += 1;
+            }
+            if entry.arrival != Arrival::No {
+                let change = layout.row_changes.start + ROW_CHANGE_WIDTH * row_at;
+                let (draws, temperature, top_k, top_p) = match seq.sampling {
+                    Sampling::Greedy => (0, 1.0, 0, 1.0),
+                    Sampling::Draw { temperature, top_k, top_p } => (1, temperature, top_k, top_p),
+                };
+                let top_k = i32::try_from(top_k).unwrap_or(i32::MAX);
+                arena[change..change + ROW_CHANGE_WIDTH].copy_from_slice(&[
+                    row,
+                    draws,
+                    f32::to_bits(temperature) as i32,
+                    top_k,
+                    f32::to_bits(top_p) as i32,
+                ]);
+                row_at += 1;
+            }
+        }
+        Step { slot, shape, layout }
+    }
+}

@@ -1,0 +1,101 @@
+//! A device that believes only the arena: it keeps tables by row and a memory of what was written where, and checks
+//! on every step that each row reads back its own tokens, all of them, in order.
+
+use std::collections::{HashMap, HashSet};
+
+use chairlift_core::{Engine, Step};
+
+/// What a row of a step brought, as the arena tells it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SeenRow {
+    pub row: i32,
+    pub start: i32,
+    pub tokens: Vec<i32>,
+    pub sampled: bool,
+    /// The row's whole content after the step, read back through its block tables.
+    pub content: Vec<i32>,
+}
+
+pub struct Device {
+    page_size: usize,
+    num_groups: usize,
+    trash: i32,
+    tables: HashMap<(i32, i32, i32), i32>,
+    memory: HashMap<i32, (usize, i32, i32)>,
+}
+
+impl Device {
+    pub fn new(engine: &Engine) -> Self {
+        let config = engine.config();
+        Self {
+            page_size: config.page_size as usize,
+            num_groups: config.num_groups as usize,
+            trash: (config.num_blocks * config.num_groups) as i32,
+            tables: HashMap::new(),
+            memory: HashMap::new(),
+        }
+    }
+
+    pub fn run(&mut self, step: &Step, arena: &[i32]) -> Vec<SeenRow> {
+        let at = &step.layout;
+        for change in arena[at.table_changes.clone()].chunks(4) {
+            assert!(change[3] < self.trash, "a table entry names trash");
+            self.tables.insert((change[0], change[1], change[2]), change[3]);
+        }
+        let rows = &arena[at.rows.clone()];
+        assert_eq!(rows.iter().collect::<HashSet<_>>().len(), rows.len(), "a row twice in a step");
+        let bounds = &arena[at.cu_seqlens.clone()];
+        assert_eq!(*bounds.last().unwrap() as usize, step.shape.tokens);
+        let (tokens, positions) = (&arena[at.tokens.clone()], &arena[at.positions.clone()]);
+        let slots = &arena[at.write_slots.clone()];
+        assert_eq!(slots.iter().collect::<HashSet<_>>().len(), slots.len(), "two writes to one place");
+        for group in 0..self.num_groups {
+            for n in 0..step.shape.tokens {
+                self.memory.insert(slots[group * step.shape.tokens + n], (group, positions[n], tokens[n]));
+            }
+        }
+        let logits: HashSet<i32> = arena[at.logits_rows.clone()].iter().copied().collect();
+        assert_eq!(logits.len(), step.shape.sampled);
+        let seen: Vec<SeenRow> = (0..rows.len())
+            .map(|n| {
+                let (from, to) = (bounds[n] as usize, bounds[n + 1] as usize);
+                assert!(to > from, "a row without tokens");
+                let kv_len = arena[at.kv_lens.start + n];
+                let start = kv_len - (to - from) as i32;
+                assert_eq!(positions[from..to], (start..kv_len).collect::<Vec<_>>());
+                let contents: Vec<Vec<i32>> =
+                    (0..self.num_groups).map(|group| self.read(group, rows[n], kv_len)).collect();
+                assert!(contents.windows(2).all(|pair| pair[0] == pair[1]));
+                SeenRow {
+                    row: rows[n],
+                    start,
+                    tokens: tokens[from..to].to_vec(),
+                    sampled: logits.contains(&(to as i32 - 1)),
+                    content: contents.into_iter().next().unwrap(),
+                }
+            })
+            .collect();
+        let decodes = seen.iter().take_while(|row| row.tokens.len() == 1).count();
+        assert_eq!(decodes, step.shape.decodes);
+        seen
+    }
+
+    fn read(&self, group: usize, row: i32, kv_len: i32) -> Vec<i32> {
+        let page_size = self.page_size as i32;
+        (0..kv_len)
+            .map(|position| {
+                let block = self.tables[&(group as i32, row, position / page_size)];
+                let (of_group, of_position, token) = self.memory[&(block * page_size + position % page_size)];
+                assert_eq!((of_group, of_position), (group, position), "another's K and V");
+                token
+            })
+            .collect()
+    }
+}
+
+/// The next token of a text: any function of all its tokens serves as a model.
+pub fn next_token(content: &[i32], vocab_size: i32) -> i32 {
+    let hash =
+        content.iter().fold(17_u64, |hash, &token| hash.wrapping_mul(31).wrapping_add(token as u64 + 7));
+    ((hash >> 7) % vocab_size as u64) as i32
+}

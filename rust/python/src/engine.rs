@@ -1,0 +1,418 @@
+//! The engine as Python sees it: arrays, ids and events.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use chairlift_core as core;
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::buffers::Pinned;
+use crate::errors::{EngineClosed, to_python};
+
+/// Signals are looked at this often while a reader waits.
+const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Sizes and bounds of an engine.
+#[pyclass(frozen)]
+pub struct EngineConfig(core::EngineConfig);
+
+#[pymethods]
+impl EngineConfig {
+    #[new]
+    #[pyo3(signature = (*, page_size, num_blocks, num_groups, max_requests_per_batch, max_batch_tokens, vocab_size,
+        max_cache_reads=None, safety_margin=0.15, scheduler_type="fifo", max_positions=None, max_queue_size=0, seed=0))]
+    #[allow(clippy::too_many_arguments)] // keyword-only fields
+    fn new(
+        page_size: u32,
+        num_blocks: u32,
+        num_groups: u32,
+        max_requests_per_batch: u32,
+        max_batch_tokens: u32,
+        vocab_size: u32,
+        max_cache_reads: Option<u64>,
+        safety_margin: f64,
+        scheduler_type: &str,
+        max_positions: Option<u32>,
+        max_queue_size: usize,
+        seed: u64,
+    ) -> PyResult<Self> {
+        let policy = match scheduler_type {
+            "fifo" => core::Policy::Fifo,
+            other => {
+                return Err(PyValueError::new_err(format!("scheduler_type is {other:?}, but must be 'fifo'")));
+            }
+        };
+        let config = core::EngineConfig {
+            page_size,
+            num_blocks,
+            num_groups,
+            max_requests_per_batch,
+            max_batch_tokens,
+            max_cache_reads,
+            safety_margin,
+            policy,
+            vocab_size,
+            max_positions,
+            max_queue_size,
+            seed,
+        };
+        config.validate().map_err(to_python)?;
+        Ok(Self(config))
+    }
+}
+
+/// How a request's tokens are chosen: greedy, or a draw after temperature, top-k and top-p.
+#[pyclass(frozen, eq)]
+#[derive(PartialEq)]
+pub struct Sampling(core::Sampling);
+
+#[pymethods]
+impl Sampling {
+    #[staticmethod]
+    fn greedy() -> Self {
+        Self(core::Sampling::Greedy)
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (temperature=1.0, top_k=0, top_p=1.0))]
+    fn draw(temperature: f32, top_k: u32, top_p: f32) -> PyResult<Self> {
+        if !(temperature > 0.0 && temperature.is_finite()) {
+            return Err(PyValueError::new_err(format!("temperature is {temperature}, but must be above 0")));
+        }
+        if !(top_p > 0.0 && top_p <= 1.0) {
+            return Err(PyValueError::new_err(format!(
+                "top_p is {top_p}, but must be above 0 and at most 1"
+            )));
+        }
+        Ok(Self(core::Sampling::Draw { temperature, top_k, top_p }))
+    }
+}
+
+/// A planned step: its sizes, and where each section lies in the arena.
+#[pyclass(frozen)]
+pub struct Step(core::Step);
+
+fn bounds(range: &Range<usize>) -> (usize, usize) {
+    (range.start, range.end)
+}
+
+#[pymethods]
+impl Step {
+    #[getter]
+    fn slot(&self) -> usize {
+        self.0.slot.index()
+    }
+
+    /// `(rows, decodes, tokens, sampled, table_changes, row_changes)`
+    #[getter]
+    fn shape(&self) -> (usize, usize, usize, usize, usize, usize) {
+        let shape = &self.0.shape;
+        (shape.rows, shape.decodes, shape.tokens, shape.sampled, shape.table_changes, shape.row_changes)
+    }
+
+    /// `(start, end)` of each section, in the arena's order.
+    #[getter]
+    fn layout(&self) -> [(usize, usize); 10] {
+        let at = &self.0.layout;
+        [
+            bounds(&at.rows),
+            bounds(&at.cu_seqlens),
+            bounds(&at.kv_lens),
+            bounds(&at.tokens),
+            bounds(&at.positions),
+            bounds(&at.write_slots),
+            bounds(&at.logits_rows),
+            bounds(&at.draws),
+            bounds(&at.table_changes),
+            bounds(&at.row_changes),
+        ]
+    }
+}
+
+/// News of one request: one more token, or its end.
+#[pyclass(frozen, get_all)]
+pub struct Event {
+    request: u64,
+    /// `None` for a token; `stop`, `length`, `cancelled` or `error` for the end.
+    finish_reason: Option<&'static str>,
+    error: Option<String>,
+    tokens: Vec<i32>,
+    logprobs: Vec<f32>,
+    timestamps: Vec<f64>,
+    started: Option<f64>,
+    ended: Option<f64>,
+}
+
+impl From<core::Event> for Event {
+    fn from(event: core::Event) -> Self {
+        let request = event.request.get();
+        match event.news {
+            core::News::Token { token, logprob, time } => Self {
+                request,
+                finish_reason: None,
+                error: None,
+                tokens: vec![token],
+                logprobs: logprob.into_iter().collect(),
+                timestamps: vec![time],
+                started: None,
+                ended: None,
+            },
+            core::News::End(output) => {
+                let (finish_reason, error) = match output.finish {
+                    core::Finish::Stop => ("stop", None),
+                    core::Finish::Length => ("length", None),
+                    core::Finish::Cancelled => ("cancelled", None),
+                    core::Finish::Failed(cause) => ("error", Some(cause)),
+                };
+                Self {
+                    request,
+                    finish_reason: Some(finish_reason),
+                    error,
+                    tokens: output.tokens,
+                    logprobs: output.logprobs,
+                    timestamps: output.timestamps,
+                    started: output.started,
+                    ended: Some(output.ended),
+                }
+            }
+        }
+    }
+}
+
+/// The buffers of one slot.
+struct SlotBuffers {
+    arena: Pinned<i32>,
+    tokens: Pinned<i32>,
+    logprobs: Pinned<f32>,
+}
+
+struct Inner {
+    engine: core::Engine,
+    slots: [Option<SlotBuffers>; 2],
+}
+
+/// Scheduler, block manager and step planner.
+#[pyclass(frozen)]
+pub struct Engine {
+    inner: Mutex<Inner>,
+    inbox: Arc<core::Inbox>,
+    outbox: Arc<core::Outbox>,
+    counters: Arc<core::Counters>,
+    arena_capacity: usize,
+}
+
+impl Engine {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits in slices, so that Ctrl-C gets through.
+    fn take(
+        py: Python<'_>,
+        timeout_s: Option<f64>,
+        take: impl Fn(Duration) -> core::Taken + Sync,
+    ) -> PyResult<Option<Event>> {
+        let timeout = match timeout_s {
+            None => Duration::MAX,
+            Some(seconds) => Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX),
+        };
+        let start = std::time::Instant::now();
+        loop {
+            let left = timeout.saturating_sub(start.elapsed());
+            match py.detach(|| take(left.min(SIGNAL_INTERVAL))) {
+                core::Taken::Event(event) => return Ok(Some(event.into())),
+                core::Taken::Closed(cause) => return Err(EngineClosed::new_err(cause)),
+                core::Taken::Timeout if left <= SIGNAL_INTERVAL => return Ok(None),
+                core::Taken::Timeout => py.check_signals()?,
+            }
+        }
+    }
+}
+
+fn slot(index: usize) -> PyResult<core::Slot> {
+    let slot = core::Slot::ALL.get(index).copied();
+    slot.ok_or_else(|| PyValueError::new_err(format!("slot is {index}, but must be 0 or 1")))
+}
+
+fn unbound(slot: core::Slot) -> core::Error {
+    core::Error::SlotMisused { slot, problem: "has no buffers: call bind_slot first" }
+}
+
+#[pymethods]
+impl Engine {
+    #[new]
+    fn new(config: &EngineConfig) -> PyResult<Self> {
+        let engine = core::Engine::new(config.0.clone()).map_err(to_python)?;
+        Ok(Self {
+            inbox: engine.inbox(),
+            outbox: engine.outbox(),
+            counters: engine.counters(),
+            arena_capacity: engine.arena_capacity(),
+            inner: Mutex::new(Inner { engine, slots: [None, None] }),
+        })
+    }
+
+    #[getter]
+    fn arena_capacity(&self) -> usize {
+        self.arena_capacity
+    }
+
+    fn bind_slot(
+        &self,
+        slot_index: usize,
+        arena: &Bound<'_, PyAny>,
+        tokens: &Bound<'_, PyAny>,
+        logprobs: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let slot = slot(slot_index)?;
+        let buffers = SlotBuffers {
+            arena: Pinned::new(arena, "arena")?,
+            tokens: Pinned::new(tokens, "tokens")?,
+            logprobs: Pinned::new(logprobs, "logprobs")?,
+        };
+        self.lock().slots[slot.index()] = Some(buffers);
+        Ok(())
+    }
+
+    fn advance(
+        &self,
+        py: Python<'_>,
+        done: Option<usize>,
+        next: Option<usize>,
+        now: f64,
+    ) -> PyResult<Option<Step>> {
+        let (done, next) = (done.map(slot).transpose()?, next.map(slot).transpose()?);
+        let advanced = py.detach(|| {
+            let mut inner = self.lock();
+            let Inner { engine, slots } = &mut *inner;
+            let buffers = |slot: core::Slot| slots[slot.index()].as_ref().ok_or_else(|| unbound(slot));
+            let results = match done {
+                // SAFETY: the caller says that the step's results have arrived: nobody writes them any more.
+                Some(slot) => buffers(slot).map(|buffers| unsafe {
+                    Some(core::Results {
+                        slot,
+                        tokens: buffers.tokens.as_slice(),
+                        logprobs: buffers.logprobs.as_slice(),
+                    })
+                })?,
+                None => None,
+            };
+            let arena = match next {
+                // SAFETY: the slot's step is committed or there was none, so its arena is the engine's to write.
+                Some(slot) => {
+                    buffers(slot).map(|buffers| unsafe { Some((slot, buffers.arena.as_mut_slice())) })?
+                }
+                None => None,
+            };
+            engine.advance(results, arena, now)
+        });
+        Ok(advanced.map_err(to_python)?.map(Step))
+    }
+
+    #[pyo3(signature = (slot_index, now, cause=None))]
+    fn abandon(&self, py: Python<'_>, slot_index: usize, now: f64, cause: Option<&str>) -> PyResult<()> {
+        let slot = slot(slot_index)?;
+        py.detach(|| self.lock().engine.abandon(slot, cause, now)).map_err(to_python)
+    }
+
+    fn fail_all(&self, py: Python<'_>, cause: &str, now: f64) {
+        py.detach(|| self.lock().engine.fail_all(cause, now));
+    }
+
+    #[getter]
+    fn is_idle(&self, py: Python<'_>) -> bool {
+        py.detach(|| self.lock().engine.is_idle())
+    }
+
+    fn check_integrity(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.lock().engine.check_integrity()).map_err(to_python)
+    }
+
+    fn check(&self, py: Python<'_>, prompt: PyBuffer<i32>, max_new_tokens: i64) -> PyResult<()> {
+        let prompt = prompt.to_vec(py)?;
+        self.inbox.check(&prompt, max_new_tokens).map_err(to_python)
+    }
+
+    #[pyo3(signature = (prompt, *, max_new_tokens, eos=Vec::new(), sampling=None, seed=None, streaming=false,
+        record_timestamps=false, record_logprobs=false))]
+    #[allow(clippy::too_many_arguments)] // keyword-only fields
+    fn submit(
+        &self,
+        py: Python<'_>,
+        prompt: PyBuffer<i32>,
+        max_new_tokens: i64,
+        eos: Vec<i32>,
+        sampling: Option<&Sampling>,
+        seed: Option<u64>,
+        streaming: bool,
+        record_timestamps: bool,
+        record_logprobs: bool,
+    ) -> PyResult<u64> {
+        let request = core::Request {
+            prompt: prompt.to_vec(py)?,
+            max_new_tokens,
+            eos: eos.into(),
+            sampling: sampling.map_or(core::Sampling::Greedy, |sampling| sampling.0),
+            seed,
+            streaming,
+            record_timestamps,
+            record_logprobs,
+        };
+        let id = py.detach(|| self.inbox.submit(request)).map_err(to_python)?;
+        Ok(id.get())
+    }
+
+    fn cancel(&self, request: u64) {
+        self.inbox.cancel(core::RequestId::from_ordinal(request));
+    }
+
+    fn close_inbox(&self, cause: &str) {
+        self.inbox.close(cause);
+    }
+
+    fn close_outbox(&self, cause: &str) {
+        self.outbox.close(cause);
+    }
+
+    fn reopen(&self) {
+        self.inbox.reopen();
+        self.outbox.reopen();
+    }
+
+    fn wait_for_work(&self, py: Python<'_>, timeout_s: f64) -> bool {
+        let timeout = Duration::try_from_secs_f64(timeout_s.max(0.0)).unwrap_or(Duration::MAX);
+        py.detach(|| self.inbox.wait(timeout))
+    }
+
+    fn wake(&self) {
+        self.inbox.wake();
+    }
+
+    #[pyo3(signature = (timeout_s=None))]
+    fn take_next(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<Option<Event>> {
+        Self::take(py, timeout_s, |timeout| self.outbox.take_next(timeout))
+    }
+
+    #[pyo3(signature = (request, timeout_s=None))]
+    fn take_for(&self, py: Python<'_>, request: u64, timeout_s: Option<f64>) -> PyResult<Option<Event>> {
+        let request = core::RequestId::from_ordinal(request);
+        Self::take(py, timeout_s, |timeout| self.outbox.take_for(request, timeout))
+    }
+
+    #[getter]
+    fn undelivered(&self) -> usize {
+        self.outbox.len()
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = PyDict::new(py);
+        for (name, value) in self.counters.snapshot().entries() {
+            stats.set_item(name, value)?;
+        }
+        Ok(stats)
+    }
+}

@@ -1,0 +1,20 @@
+//! Kinds to groups.
+
+use chairlift_core::{Geometry, Kind};
+use pyo3::prelude::*;
+
+use crate::errors::to_python;
+
+/// `(kind, first call, end call)` of each group.
+type Groups = Vec<(usize, u32, u32)>;
+
+/// `[(num_calls, page_bytes)]` to `(block_bytes, padding_bytes, groups)`.
+#[pyfunction]
+pub fn split_into_groups(kinds: Vec<(u32, u64)>) -> PyResult<(u64, u64, Groups)> {
+    let kinds: Vec<_> =
+        kinds.into_iter().map(|(num_calls, page_bytes)| Kind { num_calls, page_bytes }).collect();
+    let split = Geometry::split(&kinds).map_err(to_python)?;
+    let groups =
+        split.groups.into_iter().map(|group| (group.kind, group.calls.start, group.calls.end)).collect();
+    Ok((split.block_bytes, split.padding_bytes, groups))
+}

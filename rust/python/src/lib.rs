@@ -1,0 +1,27 @@
+//! `chairlift._native`: thin bindings. Nothing is decided here; `python/chairlift/_native.pyi` documents the boundary.
+
+mod buffers;
+mod engine;
+mod errors;
+mod geometry;
+
+use pyo3::prelude::*;
+
+/// The engine of chairlift, in Rust.
+#[pymodule]
+mod _native {
+    use super::*;
+
+    #[pymodule_export]
+    use crate::engine::{Engine, EngineConfig, Event, Sampling, Step};
+    #[pymodule_export]
+    use crate::errors::{EngineClosed, QueueFull};
+    #[pymodule_export]
+    use crate::geometry::split_into_groups;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        module.add("NUM_TRASH_BLOCKS", chairlift_core::NUM_TRASH_BLOCKS)
+    }
+}
