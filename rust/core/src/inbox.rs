@@ -58,6 +58,21 @@ impl Inbox {
         }
     }
 
+    /// Token ids as the engine keeps them.
+    ///
+    /// # Errors
+    /// [`Error::TokenOutsideVocabulary`] for the first id that no token has.
+    pub fn tokens(&self, ids: &[i64]) -> Result<Vec<i32>> {
+        let vocab_size = self.vocab_size;
+        ids.iter()
+            .enumerate()
+            .map(|(position, &token)| match i32::try_from(token) {
+                Ok(id) if id >= 0 && (id as u32) < vocab_size => Ok(id),
+                _ => Err(Error::TokenOutsideVocabulary { position, token, vocab_size }),
+            })
+            .collect()
+    }
+
     /// Whether a request would be taken, but for the queue's bound.
     ///
     /// # Errors

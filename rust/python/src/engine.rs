@@ -43,7 +43,9 @@ impl EngineConfig {
         let policy = match scheduler_type {
             "fifo" => core::Policy::Fifo,
             other => {
-                return Err(PyValueError::new_err(format!("scheduler_type is {other:?}, but must be 'fifo'")));
+                return Err(PyValueError::new_err(format!(
+                    "scheduler_type is {other:?}, but must be 'fifo'"
+                )));
             }
         };
         let config = core::EngineConfig {
@@ -291,20 +293,20 @@ impl Engine {
             let Inner { engine, slots } = &mut *inner;
             let buffers = |slot: core::Slot| slots[slot.index()].as_ref().ok_or_else(|| unbound(slot));
             let results = match done {
-                // SAFETY: the caller says that the step's results have arrived: nobody writes them any more.
-                Some(slot) => buffers(slot).map(|buffers| unsafe {
-                    Some(core::Results {
-                        slot,
-                        tokens: buffers.tokens.as_slice(),
-                        logprobs: buffers.logprobs.as_slice(),
-                    })
-                })?,
+                Some(slot) => {
+                    let buffers = buffers(slot)?;
+                    // SAFETY: the caller says that the step's results have arrived: nobody writes them any more.
+                    let (tokens, logprobs) =
+                        unsafe { (buffers.tokens.as_slice(), buffers.logprobs.as_slice()) };
+                    Some(core::Results { slot, tokens, logprobs })
+                }
                 None => None,
             };
             let arena = match next {
-                // SAFETY: the slot's step is committed or there was none, so its arena is the engine's to write.
                 Some(slot) => {
-                    buffers(slot).map(|buffers| unsafe { Some((slot, buffers.arena.as_mut_slice())) })?
+                    let buffers = buffers(slot)?;
+                    // SAFETY: the slot's step is committed or there was none, so its arena is the engine's to write.
+                    Some((slot, unsafe { buffers.arena.as_mut_slice() }))
                 }
                 None => None,
             };
@@ -332,8 +334,8 @@ impl Engine {
         py.detach(|| self.lock().engine.check_integrity()).map_err(to_python)
     }
 
-    fn check(&self, py: Python<'_>, prompt: PyBuffer<i32>, max_new_tokens: i64) -> PyResult<()> {
-        let prompt = prompt.to_vec(py)?;
+    fn check(&self, py: Python<'_>, prompt: PyBuffer<i64>, max_new_tokens: i64) -> PyResult<()> {
+        let prompt = self.inbox.tokens(&prompt.to_vec(py)?).map_err(to_python)?;
         self.inbox.check(&prompt, max_new_tokens).map_err(to_python)
     }
 
@@ -343,7 +345,7 @@ impl Engine {
     fn submit(
         &self,
         py: Python<'_>,
-        prompt: PyBuffer<i32>,
+        prompt: PyBuffer<i64>,
         max_new_tokens: i64,
         eos: Vec<i32>,
         sampling: Option<&Sampling>,
@@ -353,7 +355,7 @@ impl Engine {
         record_logprobs: bool,
     ) -> PyResult<u64> {
         let request = core::Request {
-            prompt: prompt.to_vec(py)?,
+            prompt: self.inbox.tokens(&prompt.to_vec(py)?).map_err(to_python)?,
             max_new_tokens,
             eos: eos.into(),
             sampling: sampling.map_or(core::Sampling::Greedy, |sampling| sampling.0),

@@ -1,0 +1,62 @@
+"""Continuous batching for unmodified transformers models, with the engine in Rust."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from chairlift._native import EngineClosed, QueueFull, __version__
+    from chairlift.api import (
+        continuous_batching_context_manager,
+        generate_batch,
+        init_continuous_batching,
+        install,
+        uninstall,
+    )
+    from chairlift.config import ContinuousBatchingConfig
+    from chairlift.manager import ContinuousBatchingManager
+    from chairlift.outputs import GenerationOutput, RequestStatus, WorkloadHints
+
+__all__ = [
+    "ContinuousBatchingConfig",
+    "ContinuousBatchingManager",
+    "EngineClosed",
+    "GenerationOutput",
+    "QueueFull",
+    "RequestStatus",
+    "WorkloadHints",
+    "__version__",
+    "continuous_batching_context_manager",
+    "generate_batch",
+    "init_continuous_batching",
+    "install",
+    "uninstall",
+]
+
+_HOMES = {
+    "ContinuousBatchingConfig": "config",
+    "ContinuousBatchingManager": "manager",
+    "EngineClosed": "_native",
+    "GenerationOutput": "outputs",
+    "QueueFull": "_native",
+    "RequestStatus": "outputs",
+    "WorkloadHints": "outputs",
+    "__version__": "_native",
+    "continuous_batching_context_manager": "api",
+    "generate_batch": "api",
+    "init_continuous_batching": "api",
+    "install": "api",
+    "uninstall": "api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # torch and transformers take seconds to import: who only asks for help does not wait for them.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,208 @@
+"""The boundary between the Python layer and the engine in Rust.
+
+Python hands in arrays and gets ids and events back; it never sees a sequence. Every method that may wait releases the
+GIL. Times are seconds of `time.perf_counter`, which only grows.
+"""
+
+from typing import Any, Final, final
+
+__version__: Final[str]
+
+NUM_TRASH_BLOCKS: Final[int]
+"""Blocks that padding uses and nobody owns; they follow the pool's blocks: the first is read, the second written."""
+
+class EngineClosed(RuntimeError):
+    """The engine takes no requests or has no more events. The message tells the cause."""
+
+class QueueFull(RuntimeError):
+    """The waiting queue is at its bound (`max_queue_size`). The request was not taken; try again later."""
+
+def split_into_groups(kinds: list[tuple[int, int]]) -> tuple[int, int, list[tuple[int, int, int]]]:
+    """Splits kinds into groups whose blocks have the same bytes.
+
+    Args:
+        kinds: Per kind its number of calls, and the bytes of a page of one call.
+
+    Returns:
+        Bytes of a block, bytes of a whole-model block that hold no page, and per group its kind and its first and end
+        call, counted among the calls of the kind.
+
+    Raises:
+        ValueError: No kind, or one without calls or bytes.
+    """
+
+@final
+class EngineConfig:
+    """Sizes and bounds of an engine; see `ContinuousBatchingConfig` for what they mean to a user.
+
+    Raises:
+        ValueError: A value out of its bounds, by name.
+    """
+
+    def __new__(
+        cls,
+        *,
+        page_size: int,
+        num_blocks: int,
+        num_groups: int,
+        max_requests_per_batch: int,
+        max_batch_tokens: int,
+        vocab_size: int,
+        max_cache_reads: int | None = None,
+        safety_margin: float = 0.15,
+        scheduler_type: str = "fifo",
+        max_positions: int | None = None,
+        max_queue_size: int = 0,
+        seed: int = 0,
+    ) -> EngineConfig: ...
+
+@final
+class Sampling:
+    """How a request's tokens are chosen."""
+
+    @staticmethod
+    def greedy() -> Sampling:
+        """The largest logit."""
+    @staticmethod
+    def draw(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Sampling:
+        """A draw after temperature, top-k (0: all) and top-p (1: all), in that order.
+
+        Raises:
+            ValueError: `temperature` not above 0, or `top_p` not above 0 and at most 1.
+        """
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+
+@final
+class Step:
+    """A planned step."""
+
+    @property
+    def slot(self) -> int:
+        """The slot whose arena describes it: 0 or 1."""
+    @property
+    def shape(self) -> tuple[int, int, int, int, int, int]:
+        """Rows, leading rows with one token, tokens, sampled rows, block table changes, row changes."""
+    @property
+    def layout(self) -> list[tuple[int, int]]:
+        """Start and end of each section in the arena: rows, cu_seqlens, kv_lens, tokens, positions, write_slots,
+        logits_rows, draws, table_changes, row_changes."""
+
+@final
+class Event:
+    """News of one request: one more token (`finish_reason` is None), or its end with all that it produced."""
+
+    @property
+    def request(self) -> int:
+        """The id that `submit` gave."""
+    @property
+    def finish_reason(self) -> str | None:
+        """None for a token; `stop`, `length`, `cancelled` or `error` for the end."""
+    @property
+    def error(self) -> str | None:
+        """What went wrong, when `finish_reason` is `error`."""
+    @property
+    def tokens(self) -> list[int]:
+        """The one new token, or at the end all generated ones."""
+    @property
+    def logprobs(self) -> list[float]:
+        """The logarithm of each token's probability, where asked for."""
+    @property
+    def timestamps(self) -> list[float]:
+        """When each token was committed, where asked for."""
+    @property
+    def started(self) -> float | None:
+        """At the end: when it was first planned."""
+    @property
+    def ended(self) -> float | None:
+        """At the end: when."""
+
+@final
+class Engine:
+    """Scheduler, block manager and step planner. `advance`, `abandon` and `fail_all` belong to one thread; every other
+    method may be called from any."""
+
+    def __new__(cls, config: EngineConfig) -> Engine: ...
+    @property
+    def arena_capacity(self) -> int:
+        """Elements that the arena of a slot needs."""
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is active, nothing waits and no message is unread."""
+    @property
+    def undelivered(self) -> int:
+        """Events that no reader took yet."""
+    def bind_slot(self, slot_index: int, arena: Any, tokens: Any, logprobs: Any) -> None:
+        """Gives a slot its buffers: one-dimensional, contiguous, writable; int32, int32 and float32.
+
+        They are held as long as the engine is. The arena has at least `arena_capacity` elements, the two others one
+        for each sampled row of a step.
+
+        Raises:
+            ValueError: The slot is not 0 or 1, or a buffer is of another shape.
+            BufferError: A buffer of another element type.
+        """
+    def advance(self, done: int | None, next: int | None, now: float) -> Step | None:
+        """Commits the step of slot `done`, whose results stand in its token and logprob buffers, and plans the next
+        step into the arena of slot `next`. None when there is nothing to run.
+
+        Raises:
+            RuntimeError: A slot without buffers or without a step to commit, or a buffer too short.
+        """
+    def abandon(self, slot_index: int, now: float, cause: str | None = None) -> None:
+        """Undoes the step in a slot. With a cause, its rows end failed with it."""
+    def fail_all(self, cause: str, now: float) -> None:
+        """Ends every request with that cause."""
+    def check_integrity(self) -> None:
+        """Proves the books.
+
+        Raises:
+            RuntimeError: The first contradiction found.
+        """
+    def check(self, prompt: Any, max_new_tokens: int) -> None:
+        """Whether `submit` would take a request, but for the queue's bound. Same errors."""
+    def submit(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int,
+        eos: list[int] = ...,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        record_logprobs: bool = False,
+    ) -> int:
+        """Hands a request over; `prompt` is an int64 buffer. Returns its id, in order of submission.
+
+        Raises:
+            ValueError: What is wrong with the request, with the value and the bound.
+            QueueFull: The waiting queue is at its bound.
+            EngineClosed: The engine takes no requests; the message tells why.
+        """
+    def cancel(self, request: int) -> None:
+        """Asks for the end of a request. One that ended already is left alone."""
+    def close_inbox(self, cause: str) -> None:
+        """Takes no more requests; the first cause stays."""
+    def close_outbox(self, cause: str) -> None:
+        """Says that no event will come any more; readers still get those that are there."""
+    def reopen(self) -> None:
+        """Undoes both."""
+    def wait_for_work(self, timeout_s: float) -> bool:
+        """Waits for a message in the inbox or a `wake`; tells whether there was one."""
+    def wake(self) -> None:
+        """Ends a `wait_for_work`, now or the next one."""
+    def take_next(self, timeout_s: float | None = None) -> Event | None:
+        """The oldest event that nobody waits for by its request; None when none came in time.
+
+        Raises:
+            EngineClosed: None is there and none will come.
+        """
+    def take_for(self, request: int, timeout_s: float | None = None) -> Event | None:
+        """The oldest event of that request; None when none came in time.
+
+        Raises:
+            EngineClosed: None is there and none will come.
+        """
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges, read without stopping the engine."""

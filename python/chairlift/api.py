@@ -1,0 +1,218 @@
+"""The three entry points, as functions of a model; and `install`, which makes them methods of every model."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, PreTrainedModel
+
+from chairlift.config import ContinuousBatchingConfig
+from chairlift.manager import ContinuousBatchingManager
+from chairlift.outputs import GenerationOutput, WorkloadHints
+from chairlift.prompts import Prompt, prompt_array
+from chairlift.sampling.options import GenerationOptions
+
+_ENTRY_POINTS = ("generate_batch", "continuous_batching_context_manager", "init_continuous_batching")
+
+
+def init_continuous_batching(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    workload_hints: WorkloadHints | None = None,
+) -> ContinuousBatchingManager:
+    """Makes a manager, which the caller starts and stops.
+
+    Args:
+        model: A causal language model of transformers.
+        generation_config: How requests generate unless they say otherwise. None: the model's.
+        continuous_batching_config: Sizes and rules. None: the defaults.
+        workload_hints: What is known of the requests to come; defaults follow from it.
+
+    Raises:
+        TypeError: An argument of the wrong type.
+        ValueError: The model cannot be served (and why), or a value is out of bounds or not served yet.
+    """
+    if workload_hints is not None and not isinstance(workload_hints, WorkloadHints):
+        # transformers' own knows fewer fields.
+        workload_hints = WorkloadHints(
+            **{field.name: getattr(workload_hints, field.name, 0) for field in dataclasses.fields(WorkloadHints)}
+        )
+    return ContinuousBatchingManager(model, generation_config, continuous_batching_config, workload_hints)
+
+
+@contextmanager
+def continuous_batching_context_manager(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig | None = None,
+    block: bool = True,
+    timeout: float | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    workload_hints: WorkloadHints | None = None,
+) -> Iterator[ContinuousBatchingManager]:
+    """A started manager, stopped (when everything has ended) and destroyed at the end of the block.
+
+    Args:
+        model: See `init_continuous_batching`; so the others that are not here.
+        generation_config: See there.
+        block: Wait for the loop's end.
+        timeout: How long, in seconds; what has not ended by then fails. None: for ever.
+        continuous_batching_config: See there.
+        persistent_manager: Not served yet.
+        warmup: Accepted: there is nothing to warm up on a CPU.
+        workload_hints: See there.
+
+    Raises:
+        TypeError, ValueError: As `init_continuous_batching`.
+    """
+    if persistent_manager:
+        raise ValueError(
+            "persistent_manager=True is not served yet: make a manager with init_continuous_batching and keep it"
+        )
+    manager = init_continuous_batching(model, generation_config, continuous_batching_config, workload_hints)
+    manager.start()
+    try:
+        yield manager
+    except BaseException:
+        manager.stop(hard_stop=True)
+        raise
+    else:
+        manager.stop(block=block, timeout=timeout)
+    finally:
+        if block:
+            manager.destroy()
+
+
+def generate_batch(
+    model: PreTrainedModel,
+    inputs: Sequence[Prompt],
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    record_timestamps: bool = False,
+    progress_bar: bool = False,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    **kwargs: Any,
+) -> dict[str, GenerationOutput]:
+    """Generates for a batch of prompts with continuous batching.
+
+    Args:
+        model: A causal language model of transformers.
+        inputs: The prompts: flat sequences of token ids (lists, numpy arrays or tensors).
+        generation_config: How they generate. None: the model's own.
+        continuous_batching_config: Sizes and rules. None: the defaults, from these prompts.
+        record_timestamps: Keep the time of each token.
+        progress_bar: Show one.
+        persistent_manager: Not served yet.
+        warmup: Accepted: there is nothing to warm up on a CPU.
+        kwargs: Fields of `GenerationConfig` that override it, such as `max_new_tokens`.
+
+    Returns:
+        An output for each prompt, in order, by label (`req_0`, `req_1`, ...). One that failed has its `error` set.
+
+    Raises:
+        TypeError: A prompt that is no flat sequence of integers (named by its index), or an unknown keyword.
+        ValueError: A prompt that is empty, has an id outside the vocabulary or cannot fit, named by its index, before
+            any of them starts; a model that cannot be served; a value that is out of bounds or not served yet.
+        RuntimeError: The loop died; its cause is chained.
+    """
+    prompts = [prompt_array(prompt, f"inputs[{index}]") for index, prompt in enumerate(inputs)]
+    for index, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"inputs[{index}]: the prompt is empty: a request needs at least one token")
+    config = _with_fields(generation_config, model, kwargs)
+    if not prompts:
+        return {}
+    cb_config = ContinuousBatchingConfig.of(continuous_batching_config)
+    options = GenerationOptions.resolve(
+        model, config, drop_unsupported_processors=cb_config.drop_unsupported_processors
+    )
+    manager_cm = continuous_batching_context_manager(
+        model,
+        config,
+        continuous_batching_config=cb_config,
+        persistent_manager=persistent_manager,
+        warmup=warmup,
+        workload_hints=_hints([len(prompt) for prompt in prompts], options),
+    )
+    outputs: dict[str, GenerationOutput] = {}
+    bar = tqdm(total=len(prompts), disable=not progress_bar, desc="Generating", unit="request")
+    with bar, manager_cm as manager:
+        labels = manager.add_requests(prompts, record_timestamps=record_timestamps)
+        while len(outputs) < len(labels):
+            output = manager.get_result()
+            if output is None:
+                raise RuntimeError("the manager was stopped before every request ended")
+            outputs[output.request_id] = output
+            bar.update()
+    return {label: outputs[label] for label in labels}
+
+
+def _with_fields(
+    generation_config: GenerationConfig | None, model: PreTrainedModel, fields: dict[str, Any]
+) -> GenerationConfig | None:
+    """A config with some fields set otherwise; the given one is left as it is."""
+    known = set(GenerationConfig().to_dict())
+    unknown = sorted(set(fields) - known)
+    if unknown:
+        raise TypeError(
+            f"generate_batch got unknown keyword {', '.join(map(repr, unknown))}: "
+            "it takes its own arguments and the fields of GenerationConfig"
+        )
+    if not fields:
+        return generation_config
+    if fields.get("max_new_tokens", 1) is None:
+        fields = {name: value for name, value in fields.items() if name != "max_new_tokens"}
+    base = generation_config if generation_config is not None else model.generation_config
+    return GenerationConfig.from_dict({**base.to_dict(), **fields})
+
+
+def _hints(lengths: list[int], options: GenerationOptions) -> WorkloadHints:
+    if options.max_new_tokens is None and options.max_length is None:
+        return WorkloadHints(max_prompt_length=max(lengths), num_requests=len(lengths))
+    generated = [options.new_tokens_for(length, length + 1) for length in lengths]
+    return WorkloadHints(
+        max_prompt_length=max(lengths),
+        max_generated_length=max(generated),
+        num_requests=len(lengths),
+        num_tokens=sum(lengths) + sum(generated),
+    )
+
+
+_originals: dict[str, Any] = {}
+
+
+def install() -> None:
+    """Makes `generate_batch`, `continuous_batching_context_manager` and `init_continuous_batching` of every
+    transformers model chairlift's. May be called again."""
+    if _originals:
+        return
+    for name in _ENTRY_POINTS:
+        _originals[name] = getattr(PreTrainedModel, name, None)
+        setattr(PreTrainedModel, name, _as_method(globals()[name]))
+
+
+def uninstall() -> None:
+    """Gives the models back what `install` replaced."""
+    for name, original in _originals.items():
+        if original is None:
+            delattr(PreTrainedModel, name)
+        else:
+            setattr(PreTrainedModel, name, original)
+    _originals.clear()
+
+
+def _as_method(function: Any) -> Any:
+    @functools.wraps(function)
+    def method(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    return method
+
+
+__all__ = [*_ENTRY_POINTS, "install", "uninstall"]

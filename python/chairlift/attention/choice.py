@@ -1,0 +1,91 @@
+"""The backends, whether they can be had here, and the choice between them."""
+
+import importlib.util
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from chairlift.attention.cpu import CpuPagedAttention
+
+if TYPE_CHECKING:
+    from chairlift.engine.cache import CallPages
+    from chairlift.engine.inputs import StepInputs
+
+# What a model may be loaded with, or asked for by its "paged|" name.
+_SERVED_NAMES = ("sdpa", "eager")
+_FLASH_NAMES = ("flash_attention_2", "flash_attention_3")
+
+
+class BackendInfo(NamedTuple):
+    """A backend, and whether it can be had here."""
+
+    name: str
+    available: bool
+    reason: str
+
+
+class Backend(Protocol):
+    """Attention over the pages of one call, for all rows of a step."""
+
+    name: str
+    gathers: bool
+
+    def scratch_bytes(self, bytes_per_token: int, max_context: int) -> int:
+        """Bytes it takes beside its inputs and its output, at most."""
+        ...
+
+    def begin(self, inputs: "StepInputs") -> None:
+        """Prepares a step."""
+        ...
+
+    def attend(
+        self,
+        pages: "CallPages",
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """One call of the step's forward."""
+        ...
+
+
+def available_backends() -> list[BackendInfo]:
+    """Every backend that the design knows, and why it can or cannot be had here."""
+    no_cuda = "no CUDA device" if not torch.cuda.is_available() else "not served yet on CUDA devices"
+    flash = importlib.util.find_spec("flash_attn")
+    return [
+        BackendInfo("torch", True, "torch's own SDPA over pages, on any CPU"),
+        BackendInfo("flash_attention_2", False, no_cuda if flash else f"{no_cuda}; flash-attn is not installed"),
+        BackendInfo("flash_attention_3", False, no_cuda),
+        BackendInfo("torch varlen", False, no_cuda),
+    ]
+
+
+def choose_backend(attn_implementation: str | None, device: torch.device, page_size: int) -> Backend:
+    """The backend for a model.
+
+    Args:
+        attn_implementation: What the model was loaded with, a "paged|" before it or not.
+        device: Where the model is.
+        page_size: Tokens of a page.
+
+    Raises:
+        ValueError: That implementation cannot be had there.
+    """
+    name = (attn_implementation or "eager").removeprefix("paged|")
+    if name in _FLASH_NAMES:
+        raise ValueError(
+            f"the model asks for {name}, which is not served yet: load it with attn_implementation='sdpa' or 'eager'"
+        )
+    if name not in _SERVED_NAMES:
+        raise ValueError(
+            f"attention implementation {name!r} is not served: load the model with "
+            f"attn_implementation='sdpa' or 'eager'"
+        )
+    if device.type == "cuda":
+        raise ValueError("models on CUDA devices are not served yet: move the model to the CPU")
+    return CpuPagedAttention(page_size)

@@ -1,0 +1,204 @@
+"""`ContinuousBatchingConfig`: every field of transformers' own, checked, and what is not served yet refused by name."""
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import CompileConfig
+
+MIN_PAGE_SIZE = 4
+DEFAULT_MAX_BATCH_TOKENS = 8192
+MIN_AUTO_BATCH_TOKENS = 256
+DEFAULT_MAX_REQUESTS = 1024
+SAFETY_MARGINS: Mapping[str, float] = {"fifo": 0.15}
+MEMORY_PERCENT_CPU = 0.6
+
+
+@dataclass
+class ContinuousBatchingConfig:
+    """How requests are batched: memory, scheduling, and what the device does. None means: chosen at creation, and to
+    be read back in `manager.config`.
+
+    Attributes:
+        page_size: Tokens of a page, at least 4.
+        num_blocks: Whole-model blocks of `page_size` tokens. None: what fits into `max_memory_percent` of the free
+            memory, and no more than the workload hints can use.
+        max_batch_tokens: Tokens of a step. None: 8192, lowered to what memory bears, not below 256.
+        max_memory_percent: Part of the free memory that pool and batches may take, above 0 and at most 1. None: 0.6 on
+            a CPU.
+        max_requests_per_batch: Requests of a step. None: as many as the hints tell, else 1024; never more than
+            `max_batch_tokens`.
+        max_blocks_per_request: Bound on a block table for the decode fast path of flash backends. None or 0 here.
+        allow_block_sharing: Allows prefix sharing. Accepted; there is no prefix cache yet, so it changes nothing.
+        use_async_batching: None or False here.
+        use_cuda_graph: None or False here.
+        q_padding_interval_size: 0 here.
+        kv_padding_interval_size: 0 here.
+        varlen_compile_config: None here.
+        decode_compile_config: None here.
+        default_compile_level: 0 here.
+        scheduler_type: `fifo`: decodes, then split prefills, then arrivals.
+        safety_margin: Part of the pool, 0 to 1: with fewer blocks available, prefills wait. None: 0.15.
+        return_logprobs: Keep the logarithm of each generated token's probability.
+        seed: Seed of all draws. None: a random one, to be read back.
+        auto_switch_to_flash: Go to a flash backend where there is one. There is none here.
+        cpu_offload_space: 0 here.
+        cpu_offload_space_safety_threshold: Part of the free RAM that offloading may take, 0 to 1.
+        max_queue_size: Bound on requests that wait to be admitted; 0: none. One more raises `QueueFull` at once.
+        per_request_processors: Accepted; False here.
+        drop_unsupported_processors: Drop logits processors that are not served, with a warning, instead of refusing
+            them.
+        disable_nccl_graph_mixing: Accepted; there is no tensor parallelism here.
+        cpu_group_timeout: Accepted; there is no tensor parallelism here.
+        use_default_compile_configs: Deprecated: use `default_compile_level`.
+        max_cached_graphs: Deprecated, without effect.
+        block_size: Deprecated: use `page_size`.
+    """
+
+    page_size: int = 256
+    num_blocks: int | None = None
+    max_batch_tokens: int | None = None
+    max_memory_percent: float | None = None
+    max_requests_per_batch: int | None = None
+    max_blocks_per_request: int | None = None
+    allow_block_sharing: bool = True
+    use_async_batching: bool | None = None
+    use_cuda_graph: bool | tuple[bool, bool] | None = None
+    q_padding_interval_size: int = 0
+    kv_padding_interval_size: int = 0
+    varlen_compile_config: CompileConfig | dict[str, Any] | None = None
+    decode_compile_config: CompileConfig | dict[str, Any] | None = None
+    default_compile_level: int = 0
+    scheduler_type: str = "fifo"
+    safety_margin: float | None = None
+    return_logprobs: bool = False
+    seed: int | None = None
+    auto_switch_to_flash: bool = True
+    cpu_offload_space: float | None = 0.0
+    cpu_offload_space_safety_threshold: float = 0.8
+    max_queue_size: int = 0
+    per_request_processors: bool = False
+    drop_unsupported_processors: bool = False
+    disable_nccl_graph_mixing: bool = True
+    cpu_group_timeout: float | None = 300.0
+    use_default_compile_configs: bool | None = None
+    max_cached_graphs: int | None = None
+    block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Settles the deprecated fields and checks the others."""
+        if self.use_default_compile_configs is not None:
+            _deprecated("use_default_compile_configs", "use default_compile_level")
+            self.default_compile_level = 3 if self.use_default_compile_configs else 0
+            self.use_default_compile_configs = None
+        if self.max_cached_graphs is not None:
+            _deprecated("max_cached_graphs", "the number of graphs needs no bound")
+            self.max_cached_graphs = None
+        if self.block_size is not None:
+            _deprecated("block_size", "use page_size")
+            self.page_size, self.block_size = self.block_size, None
+        self.validate()
+
+    @classmethod
+    def of(cls, config: Any) -> "ContinuousBatchingConfig":
+        """A copy of a config: ours, transformers' own, or None for the defaults.
+
+        Raises:
+            TypeError: It is something else.
+            ValueError: A value is out of bounds or not served yet.
+        """
+        if config is None:
+            return cls()
+        names = {field.name for field in dataclasses.fields(cls)}
+        if not dataclasses.is_dataclass(config) or type(config).__name__ != cls.__name__:
+            raise TypeError(
+                f"continuous_batching_config is a {type(config).__name__}, but must be a ContinuousBatchingConfig"
+            )
+        values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        if not isinstance(config, cls):
+            # Their default drops processors; nobody asked for that, so ours holds.
+            values.pop("drop_unsupported_processors", None)
+            # A deprecated field was settled (and said) when their object was made.
+            for name in ("block_size", "use_default_compile_configs", "max_cached_graphs"):
+                values.pop(name, None)
+        unknown = {name: value for name, value in values.items() if name not in names}
+        if unknown:
+            raise ValueError(f"fields of a newer transformers that are not served yet: {', '.join(sorted(unknown))}")
+        return cls(**values)
+
+    def validate(self) -> None:
+        """Checks every bound, and refuses what is not served yet.
+
+        Raises:
+            TypeError: A value of the wrong type.
+            ValueError: A value out of its bounds, or a field that is not served yet, set away from its default.
+        """
+        self._check_int("page_size", MIN_PAGE_SIZE)
+        for name in ("num_blocks", "max_batch_tokens", "max_requests_per_batch"):
+            self._check_int(name, 1, optional=True)
+        self._check_int("max_blocks_per_request", 0, optional=True)
+        for name in ("q_padding_interval_size", "kv_padding_interval_size", "max_queue_size"):
+            self._check_int(name, 0)
+        self._check_int("default_compile_level", 0, most=3)
+        self._check_int("seed", 0, optional=True, most=2**64 - 1)
+        self._check_part("max_memory_percent", optional=True, above_zero=True)
+        self._check_part("safety_margin", optional=True)
+        self._check_part("cpu_offload_space_safety_threshold")
+        if self.cpu_offload_space is not None and self.cpu_offload_space < 0:
+            raise ValueError(f"cpu_offload_space is {self.cpu_offload_space}, but must be at least 0 (GiB)")
+        self._refuse_unserved()
+
+    def _refuse_unserved(self) -> None:
+        graphs = self.use_cuda_graph if isinstance(self.use_cuda_graph, tuple) else (self.use_cuda_graph,)
+        unserved = {
+            "scheduler_type": (self.scheduler_type not in SAFETY_MARGINS, "must be 'fifo'"),
+            "max_blocks_per_request": (bool(self.max_blocks_per_request), "must be None or 0"),
+            "use_async_batching": (bool(self.use_async_batching), "must be None or False"),
+            "use_cuda_graph": (any(graphs), "must be None or False"),
+            "q_padding_interval_size": (self.q_padding_interval_size != 0, "must be 0"),
+            "kv_padding_interval_size": (self.kv_padding_interval_size != 0, "must be 0"),
+            "varlen_compile_config": (self.varlen_compile_config is not None, "must be None"),
+            "decode_compile_config": (self.decode_compile_config is not None, "must be None"),
+            "default_compile_level": (self.default_compile_level != 0, "must be 0"),
+            "cpu_offload_space": (self.cpu_offload_space != 0, "must be 0"),
+            "per_request_processors": (self.per_request_processors, "must be False"),
+        }
+        for name, (asked, bound) in unserved.items():
+            if asked:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not served yet: it {bound}")
+
+    def _check_int(self, name: str, least: int, *, optional: bool = False, most: int | None = None) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} is {value!r}, but must be an integer")
+        if value < least:
+            raise ValueError(f"{name} is {value}, but must be at least {least}")
+        if most is not None and value > most:
+            raise ValueError(f"{name} is {value}, but must be at most {most}")
+
+    def _check_part(self, name: str, *, optional: bool = False, above_zero: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name} is {value!r}, but must be a number")
+        if not (0 < value <= 1 if above_zero else 0 <= value <= 1):
+            raise ValueError(f"{name} is {value}, but must be {'above 0' if above_zero else 'at least 0'} and at most 1")
+
+    def resolved(self, **values: Any) -> "ContinuousBatchingConfig":
+        """A copy with what was chosen for it."""
+        return dataclasses.replace(self, **values)
+
+
+def random_seed() -> int:
+    """A seed from the operating system; no generator of the caller's is touched."""
+    return int.from_bytes(os.urandom(8), "little")
+
+
+def _deprecated(name: str, instead: str) -> None:
+    warnings.warn(f"{name} is deprecated: {instead}", FutureWarning, stacklevel=4)

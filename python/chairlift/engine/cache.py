@@ -1,0 +1,92 @@
+"""The cache tensors: one storage of equal blocks, and each call's view of its pages in it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from chairlift import _native
+from chairlift.probe import Call, Kind
+
+
+@dataclass(frozen=True)
+class CallPages:
+    """The pages of one call, as views of the storage."""
+
+    group: int
+    k: torch.Tensor  # [blocks + trash, page, kv heads, head size]
+    v: torch.Tensor  # [blocks + trash, page, kv heads, head size of V]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How the calls of a model share blocks of one size."""
+
+    page_size: int
+    block_bytes: int
+    padding_bytes: int  # of a whole-model block
+    num_groups: int
+    places: dict[int, tuple[int, int]]  # ordinal of a call with pages: its group, and its byte offset in the block
+
+    @property
+    def model_block_bytes(self) -> int:
+        """Bytes of `page_size` tokens of the whole model."""
+        return self.block_bytes * self.num_groups
+
+
+def geometry_of(calls: Sequence[Call], page_size: int) -> Geometry:
+    """Splits a model's calls into groups."""
+    of_kind: dict[Kind, list[int]] = {}
+    for call in calls:
+        if call.reads_from == call.ordinal:
+            of_kind.setdefault(call.kind, []).append(call.ordinal)
+    kinds = list(of_kind)
+    sizes = [(len(of_kind[kind]), kind.page_bytes(page_size)) for kind in kinds]
+    block_bytes, padding_bytes, groups = _native.split_into_groups(sizes)
+    places = {}
+    for group, (kind_index, start, end) in enumerate(groups):
+        kind = kinds[kind_index]
+        for place, ordinal in enumerate(of_kind[kind][start:end]):
+            places[ordinal] = (group, place * kind.page_bytes(page_size))
+    return Geometry(page_size, block_bytes, padding_bytes, len(groups), places)
+
+
+class CacheTensors:
+    """K and V of the whole pool, trash included."""
+
+    def __init__(self, calls: Sequence[Call], geometry: Geometry, num_blocks: int) -> None:
+        """Allocates the storage.
+
+        Args:
+            calls: The model's calls.
+            geometry: How they share blocks.
+            num_blocks: Whole-model blocks.
+        """
+        self.geometry = geometry
+        self.num_blocks = num_blocks
+        blocks = num_blocks * geometry.num_groups + _native.NUM_TRASH_BLOCKS
+        # Zeros, not garbage: what a mask hides is still multiplied by zero, and NaN times zero is NaN.
+        self.storage = torch.zeros(
+            (blocks, geometry.block_bytes), dtype=torch.uint8, device=calls[0].kind.device
+        )
+        own = {call.ordinal: self._views(call) for call in calls if call.ordinal in geometry.places}
+        self.pages = [own[call.reads_from] for call in calls]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storage."""
+        return self.storage.nbytes
+
+    def _views(self, call: Call) -> CallPages:
+        group, offset = self.geometry.places[call.ordinal]
+        kind, page_size = call.kind, self.geometry.page_size
+        flat = self.storage.view(kind.dtype)
+        block, first = flat.stride(0), offset // kind.dtype.itemsize
+
+        def view(first: int, size: int) -> torch.Tensor:
+            shape = (flat.shape[0], page_size, kind.num_kv_heads, size)
+            return flat.as_strided(shape, (block, kind.num_kv_heads * size, size, 1), first)
+
+        k = view(first, kind.head_size)
+        v = view(first + page_size * kind.num_kv_heads * kind.head_size, kind.head_size_v)
+        return CallPages(group, k, v)

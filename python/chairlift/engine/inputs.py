@@ -1,0 +1,115 @@
+"""What a step brings to the device, and the tables that stay there: by row, changed only where something is new."""
+
+from dataclasses import dataclass
+
+import torch
+
+from chairlift import _native
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The arena of one step as tensors, with the block tables of its rows."""
+
+    decodes: int  # leading rows with one token
+    rows: torch.Tensor  # [rows]
+    cu_seqlens: list[int]  # rows + 1
+    kv_lens: list[int]  # tokens of each row with K and V after the step
+    input_ids: torch.Tensor  # [1, tokens]
+    position_ids: torch.Tensor  # [1, tokens]
+    write_blocks: list[torch.Tensor]  # per group, [tokens]
+    write_offsets: torch.Tensor  # [tokens], in the page
+    logits_rows: torch.Tensor  # [sampled] tokens of the step
+    sampled_rows: torch.Tensor  # [sampled] rows of the tables
+    draws: torch.Tensor  # [sampled, 3] key (low, high) and position
+    block_tables: list[torch.Tensor]  # per group, [rows, pages]
+
+
+@dataclass(frozen=True)
+class SamplingTable:
+    """Sampling parameters by row; the last row is trash."""
+
+    draws: torch.Tensor  # bool: a draw, not greedy
+    temperature: torch.Tensor  # fp32
+    top_k: torch.Tensor  # int64; 0: all
+    top_p: torch.Tensor  # fp32; 1: all
+
+
+class Slot:
+    """The buffers of one slot: what goes to the device, and what comes back."""
+
+    def __init__(self, arena_capacity: int, max_requests: int, device: torch.device) -> None:
+        pin = device.type == "cuda"
+        self.arena = torch.zeros(arena_capacity, dtype=torch.int32, pin_memory=pin)
+        self.tokens = torch.zeros(max_requests, dtype=torch.int32, pin_memory=pin)
+        self.logprobs = torch.zeros(max_requests, dtype=torch.float32, pin_memory=pin)
+
+
+class DeviceTables:
+    """Block tables and sampling parameters, by row."""
+
+    def __init__(self, num_groups: int, max_requests: int, page_size: int, device: torch.device) -> None:
+        self.page_size = page_size
+        self.device = device
+        self.block_tables = torch.zeros((num_groups, max_requests + 1, 8), dtype=torch.int32, device=device)
+        rows = max_requests + 1
+        self.sampling = SamplingTable(
+            draws=torch.zeros(rows, dtype=torch.bool, device=device),
+            temperature=torch.ones(rows, device=device),
+            top_k=torch.zeros(rows, dtype=torch.int64, device=device),
+            top_p=torch.ones(rows, device=device),
+        )
+
+    def receive(self, step: _native.Step, slot: Slot) -> StepInputs:
+        """Takes a step in: applies its changes to the tables, and returns the rest."""
+        _, decodes, _, _, table_changes, row_changes = step.shape
+        # One copy to the device; on a CPU the arena is used where it is until the step is committed.
+        arena = slot.arena[: step.layout[-1][1]].to(self.device, non_blocking=True)
+        rows, cu_seqlens, kv_lens, tokens, positions, slots, logits_rows, draws, tables, row_params = (
+            arena[start:end] for start, end in step.layout
+        )
+        if table_changes:
+            self._change_tables(tables.view(-1, 4).long())
+        if row_changes:
+            self._change_rows(row_params.view(-1, 5))
+        rows = rows.long()
+        # Lengths are needed on the host by backends that loop over sequences.
+        host = slot.arena
+        bounds: list[int] = host[slice(*step.layout[1])].tolist()
+        lengths: list[int] = host[slice(*step.layout[2])].tolist()
+        num_groups = self.block_tables.shape[0]
+        slots = slots.view(num_groups, -1).long()
+        pages = -(-max(lengths) // self.page_size)
+        logits_rows = logits_rows.long()
+        row_of_token = torch.bucketize(logits_rows, cu_seqlens[1:].long(), right=True)
+        return StepInputs(
+            decodes=decodes,
+            rows=rows,
+            cu_seqlens=bounds,
+            kv_lens=lengths,
+            input_ids=tokens.long().unsqueeze(0),
+            position_ids=positions.long().unsqueeze(0),
+            write_blocks=list(slots // self.page_size),
+            write_offsets=slots[0] % self.page_size,
+            logits_rows=logits_rows,
+            sampled_rows=rows[row_of_token],
+            draws=draws.view(-1, 3),
+            block_tables=[table[rows, :pages] for table in self.block_tables],
+        )
+
+    def _change_tables(self, changes: torch.Tensor) -> None:
+        group, row, page, block = changes.unbind(1)
+        width = self.block_tables.shape[2]
+        needed = int(page.max()) + 1
+        if needed > width:
+            grown = self.block_tables.new_zeros((*self.block_tables.shape[:2], max(needed, 2 * width)))
+            grown[:, :, :width] = self.block_tables
+            self.block_tables = grown
+        self.block_tables[group, row, page] = block.int()
+
+    def _change_rows(self, changes: torch.Tensor) -> None:
+        row = changes[:, 0].long()
+        self.sampling.draws[row] = changes[:, 1].bool()
+        self.sampling.temperature[row] = changes[:, 2].contiguous().view(torch.float32)
+        self.sampling.top_k[row] = changes[:, 3].long()
+        self.sampling.top_p[row] = changes[:, 4].contiguous().view(torch.float32)

@@ -1,0 +1,189 @@
+"""How much memory is free, and how the pool is sized from it."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from chairlift.config import (
+    DEFAULT_MAX_BATCH_TOKENS,
+    DEFAULT_MAX_REQUESTS,
+    MEMORY_PERCENT_CPU,
+    MIN_AUTO_BATCH_TOKENS,
+    SAFETY_MARGINS,
+    ContinuousBatchingConfig,
+    random_seed,
+)
+from chairlift.engine.cache import Geometry
+from chairlift.outputs import WorkloadHints
+from chairlift.probe import ModelFacts
+
+_CGROUP = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 60
+
+
+class BatchCost(NamedTuple):
+    """Bytes that batches take beside the pool, at their peak."""
+
+    per_token: int  # of max_batch_tokens
+    per_row: int  # of max_requests_per_batch
+    fixed: int
+
+    def of(self, max_batch_tokens: int, max_requests: int) -> int:
+        """Bytes of a full batch."""
+        return self.per_token * max_batch_tokens + self.per_row * max_requests + self.fixed
+
+
+def batch_cost(facts: ModelFacts, scratch_bytes: int) -> BatchCost:
+    """What batches of a model take: the activations measured by the probe, logits and sampling of every row, and the
+    attention backend's scratch."""
+    largest = max(call.kind.token_bytes for call in facts.calls)
+    # K and V of the step on their way into the pages.
+    return BatchCost(facts.token_bytes + 2 * largest, facts.logits_bytes, scratch_bytes)
+
+
+def free_memory_bytes() -> int:
+    """RAM that this process may still take: of the machine, and of its container (cgroup v2 or v1)."""
+    free = [int(psutil.virtual_memory().available)]
+    for limit_file, usage_file in _cgroup_files():
+        limit, usage = _read_bytes(limit_file), _read_bytes(usage_file)
+        if limit is not None and usage is not None and limit < _UNLIMITED:
+            free.append(max(0, limit - usage + _reclaimable(usage_file.parent)))
+    return min(free)
+
+
+def _cgroup_files() -> list[tuple[Path, Path]]:
+    files = []
+    for line in _read_lines(Path("/proc/self/cgroup")):
+        _, controllers, path = line.split(":", 2)
+        version_2 = not controllers
+        if not version_2 and "memory" not in controllers.split(","):
+            continue
+        root = _CGROUP if version_2 else _CGROUP / "memory"
+        names = ("memory.max", "memory.current") if version_2 else (
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+        )  # fmt: skip
+        folder = root / path.strip().lstrip("/")
+        # Every group above binds too; inside a container the path may be the host's, and only the root be there.
+        for group in (folder, *folder.parents):
+            if group.is_relative_to(root) and (group / names[0]).is_file():
+                files.append((group / names[0], group / names[1]))
+    return files
+
+
+def _reclaimable(group: Path) -> int:
+    """Page cache that counts as used but is given up on demand."""
+    for line in _read_lines(group / "memory.stat"):
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file"):
+            return int(value)
+    return 0
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _read_bytes(path: Path) -> int | None:
+    lines = _read_lines(path)
+    if not lines:
+        return None
+    return _UNLIMITED if lines[0] == "max" else int(lines[0])
+
+
+def resolve(
+    config: ContinuousBatchingConfig,
+    hints: WorkloadHints,
+    facts: ModelFacts,
+    geometry: Geometry,
+    cost: BatchCost,
+    *,
+    free_bytes: int | None = None,
+) -> ContinuousBatchingConfig:
+    """Fills what a config leaves open.
+
+    The pool gets what `max_memory_percent` of the free memory leaves after a full batch, and no more than the hints
+    can use. `max_batch_tokens`, when open, is lowered (not below 256) until a batch leaves half of it to the pool.
+
+    Args:
+        config: The user's.
+        hints: What is known of the workload.
+        facts: What is known of the model.
+        geometry: Its blocks.
+        cost: What batches take.
+        free_bytes: None: what is free now.
+
+    Raises:
+        ValueError: Not even one block fits, with the numbers and the way out.
+    """
+    percent = MEMORY_PERCENT_CPU if config.max_memory_percent is None else config.max_memory_percent
+    free = free_memory_bytes() if free_bytes is None else free_bytes
+    budget = int(percent * free)
+    wanted_requests = config.max_requests_per_batch or hints.num_requests or DEFAULT_MAX_REQUESTS
+    max_batch_tokens = config.max_batch_tokens
+    if max_batch_tokens is None:
+        max_batch_tokens = DEFAULT_MAX_BATCH_TOKENS
+        while max_batch_tokens > MIN_AUTO_BATCH_TOKENS and cost.of(max_batch_tokens, wanted_requests) > budget // 2:
+            max_batch_tokens //= 2
+    max_requests = min(wanted_requests, max_batch_tokens)
+    num_blocks = config.num_blocks
+    if num_blocks is None:
+        batch = cost.of(max_batch_tokens, max_requests)
+        # The trash takes its part of the pool's memory.
+        fitting = (budget - batch) // geometry.model_block_bytes - 2
+        if fitting < 1:
+            raise ValueError(
+                f"no room for a cache: {percent:g} of the free {_mib(free)} is {_mib(budget)}, of which a batch of "
+                f"{max_batch_tokens} tokens takes {_mib(batch)} and a block of {geometry.page_size} tokens "
+                f"{_mib(geometry.model_block_bytes)}. Lower max_batch_tokens, max_requests_per_batch or page_size, or "
+                "raise max_memory_percent"
+            )
+        num_blocks = min(fitting, _usable_blocks(hints, facts, geometry.page_size), _addressable(geometry))
+    margin = SAFETY_MARGINS[config.scheduler_type] if config.safety_margin is None else config.safety_margin
+    return config.resolved(
+        num_blocks=num_blocks,
+        max_batch_tokens=max_batch_tokens,
+        max_requests_per_batch=max_requests,
+        max_memory_percent=percent,
+        max_blocks_per_request=0,
+        use_async_batching=False,
+        use_cuda_graph=(False, False),
+        safety_margin=margin,
+        seed=random_seed() if config.seed is None else config.seed,
+    )
+
+
+def _usable_blocks(hints: WorkloadHints, facts: ModelFacts, page_size: int) -> int:
+    """Blocks that the hinted requests can use; beyond counting when nothing is known."""
+    longest = hints.max_prompt_length + hints.max_generated_length
+    if not (hints.num_requests and hints.max_prompt_length and hints.max_generated_length):
+        return _UNLIMITED
+    if facts.limit is not None:
+        longest = min(longest, max(facts.limit, hints.max_prompt_length + 1))
+    each = -(-longest // page_size)
+    if not hints.num_tokens:
+        return hints.num_requests * each
+    # A request's last block is partly empty, and one of them is the longest.
+    return max(each, min(hints.num_requests * each, -(-hints.num_tokens // page_size) + hints.num_requests))
+
+
+def _addressable(geometry: Geometry) -> int:
+    """Whole-model blocks whose write slots are int32."""
+    return ((2**31 - 1) // geometry.page_size - 2) // geometry.num_groups
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"
+
+
+def peak_resident_bytes() -> int:
+    """Peak resident memory of this process so far."""
+    for line in _read_lines(Path(f"/proc/{os.getpid()}/status")):
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,61 @@
+"""A session's machinery: the engine in Rust, the cache tensors, the tables on the device, and the runner."""
+
+from transformers import PreTrainedModel
+
+from chairlift import _native
+from chairlift.attention.choice import Backend
+from chairlift.engine.cache import CacheTensors, Geometry
+from chairlift.engine.inputs import DeviceTables, Slot
+from chairlift.engine.runner import Runner
+from chairlift.probe import ModelFacts
+
+NUM_SLOTS = 2
+
+
+class Session:
+    """All that serves one model with one resolved set of sizes."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        facts: ModelFacts,
+        geometry: Geometry,
+        backend: Backend,
+        *,
+        num_blocks: int,
+        max_batch_tokens: int,
+        max_requests_per_batch: int,
+        safety_margin: float,
+        scheduler_type: str,
+        max_queue_size: int = 0,
+        seed: int = 0,
+        return_logprobs: bool = False,
+    ) -> None:
+        """Allocates pool and buffers. All sizes as in `ContinuousBatchingConfig`, resolved."""
+        self.engine = _native.Engine(
+            _native.EngineConfig(
+                page_size=geometry.page_size,
+                num_blocks=num_blocks,
+                num_groups=geometry.num_groups,
+                max_requests_per_batch=max_requests_per_batch,
+                max_batch_tokens=max_batch_tokens,
+                vocab_size=facts.vocab_size,
+                max_cache_reads=num_blocks * geometry.page_size if backend.gathers else None,
+                safety_margin=safety_margin,
+                scheduler_type=scheduler_type,
+                max_positions=facts.max_positions,
+                max_queue_size=max_queue_size,
+                seed=seed,
+            )
+        )
+        device = facts.calls[0].kind.device
+        self.cache = CacheTensors(facts.calls, geometry, num_blocks)
+        self.tables = DeviceTables(geometry.num_groups, max_requests_per_batch, geometry.page_size, device)
+        self.slots = [
+            Slot(self.engine.arena_capacity, max_requests_per_batch, device) for _ in range(NUM_SLOTS)
+        ]
+        for index, slot in enumerate(self.slots):
+            self.engine.bind_slot(index, slot.arena.numpy(), slot.tokens.numpy(), slot.logprobs.numpy())
+        self.runner = Runner(
+            model, facts.calls, self.cache, self.tables, backend, self.slots, return_logprobs=return_logprobs
+        )

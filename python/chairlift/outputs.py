@@ -1,0 +1,70 @@
+"""What users get back: outputs, their status, and the hints they give about their workload."""
+
+import time
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class RequestStatus(IntEnum):
+    """Where a request stands."""
+
+    PENDING = 0
+    PREFILLING = 1
+    DECODING = 2
+    FINISHED = 3
+    FAILED = 4
+    CANCELLED = 5
+
+
+@dataclass
+class GenerationOutput:
+    """What a request produced so far, or in all once it is finished.
+
+    Attributes:
+        request_id: The request's label.
+        prompt_ids: The prompt's token ids.
+        generated_tokens: The generated token ids; an end token that came up is the last of them.
+        logprobs: The logarithm of each generated token's probability, with `return_logprobs`; else empty.
+        error: What went wrong, if anything did.
+        status: Where the request stands.
+        created_time: When it was submitted, in seconds of `time.perf_counter`.
+        lifespan: When it was first scheduled and when it ended; -1 for what has not happened.
+        timestamps: When each token was there, with `record_timestamps`; else None.
+        finish_reason: How it ended: `stop` (an end token), `length` (a bound on tokens), `cancelled` or `error`;
+            None while it goes on.
+    """
+
+    request_id: str
+    prompt_ids: list[int] = field(default_factory=list)
+    generated_tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    error: str | None = None
+    status: RequestStatus = RequestStatus.PENDING
+    created_time: float = field(default_factory=time.perf_counter)
+    lifespan: tuple[float, float] = (-1, -1)
+    timestamps: list[float] | None = None
+    finish_reason: FinishReason | None = None
+
+    def is_finished(self) -> bool:
+        """Whether nothing more will come: it finished, failed or was cancelled."""
+        return self.status >= RequestStatus.FINISHED
+
+
+@dataclass(frozen=True)
+class WorkloadHints:
+    """What is known about the requests to come; 0 where nothing is. Defaults follow from it.
+
+    Attributes:
+        max_prompt_length: Tokens of the longest prompt.
+        max_generated_length: Tokens that a request generates at most.
+        num_requests: Requests that will be submitted.
+        num_tokens: Prompt and generated tokens of all of them together.
+    """
+
+    max_prompt_length: int = 0
+    max_generated_length: int = 0
+    num_requests: int = 0
+    num_tokens: int = 0

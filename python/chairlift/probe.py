@@ -1,0 +1,481 @@
+"""What a model is, learned from one small forward: its attention calls, their kinds, and what bounds it. Or why it
+cannot be served.
+
+No list of model names decides. A forward over one short sequence records every attention call; a second, over two
+sequences packed in steps as the engine would run them, must give the logits of each sequence alone.
+"""
+
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, PreTrainedModel
+
+from chairlift.attention.interface import forward_context
+from chairlift.attention.plain import causal_visibility, scores_attention
+
+_PROBE_TOKENS = 12
+_LONGER_PROBE_TOKENS = 76
+# A mask is asked what a query this far along sees; no context is longer.
+_FAR = 1 << 24
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What makes calls alike."""
+
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def page_bytes(self, page_size: int) -> int:
+        """K and V of `page_size` tokens of one call."""
+        return page_size * self.token_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token of one call."""
+        return self.num_kv_heads * (self.head_size + self.head_size_v) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention call of a forward."""
+
+    ordinal: int
+    kind: Kind
+    num_heads: int
+    reads_from: int  # the call whose pages it reads: itself, or an earlier one whose K and V it shares
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the engine needs to know of a model.
+
+    Attributes:
+        calls: Its attention calls, in order.
+        vocab_size: Token ids go from 0 to below this.
+        max_positions: Positions of its table, where it has one that ends; else None.
+        limit: Tokens that it was made for, as its config says; None where it does not.
+        accepts_logits_to_keep: Its forward computes logits of chosen tokens only.
+        token_bytes: Bytes of activations that each token of a step takes at the peak of a forward.
+        logits_bytes: Bytes that each sampled row takes.
+    """
+
+    calls: tuple[Call, ...]
+    vocab_size: int
+    max_positions: int | None
+    limit: int | None
+    accepts_logits_to_keep: bool
+    token_bytes: int
+    logits_bytes: int
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """K and V of a token in all calls that have pages."""
+        return sum(call.kind.token_bytes for call in self.calls if call.reads_from == call.ordinal)
+
+
+def learn(model: PreTrainedModel) -> ModelFacts:
+    """Learns what a model is. Takes one forward of 12 tokens and one of 76.
+
+    Raises:
+        ValueError: The model cannot be served, and why.
+    """
+    refuse_placements(model)
+    _refuse_config(model)
+    accepts = forward_arguments(model)
+    vocab_size = _vocab_size(model)
+    with evaluating(model), torch.no_grad():
+        recorder, peak = _recorded_forward(model, vocab_size, _PROBE_TOKENS, accepts)
+        _, longer_peak = _recorded_forward(model, vocab_size, _LONGER_PROBE_TOKENS, accepts)
+    calls = tuple(recorder.calls)
+    if not calls:
+        raise refusal(model, "its layers do not call transformers' attention interface")
+    token_bytes = max(0, longer_peak - peak) / (_LONGER_PROBE_TOKENS - _PROBE_TOKENS)
+    return ModelFacts(
+        calls=calls,
+        vocab_size=vocab_size,
+        max_positions=recorder.table_length,
+        limit=_config_limit(model),
+        accepts_logits_to_keep="logits_to_keep" in accepts,
+        token_bytes=math.ceil(token_bytes),
+        # The model's logits, their fp32 copy, and what sampling makes of them.
+        logits_bytes=vocab_size * (model.dtype.itemsize + 3 * 4),
+    )
+
+
+def refuse_placements(model: PreTrainedModel) -> None:
+    """Refuses what is not a plain model on one device.
+
+    Raises:
+        TypeError: Not a `PreTrainedModel`.
+        ValueError: Spread over devices, sharded, tensor-parallel, or without weights.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"the model is a {type(model).__name__}, but must be a transformers PreTrainedModel")
+    if getattr(model, "_device_mesh", None) is not None or (getattr(model, "tp_size", None) or 1) > 1:
+        raise refusal(model, "it is tensor-parallel")
+    devices = set((getattr(model, "hf_device_map", None) or {}).values())
+    placed = {tensor.device for tensor in model.parameters()}
+    if len(devices) > 1 or len(placed) > 1:
+        raise refusal(model, f"it is spread over several devices: {sorted(map(str, devices or placed))}")
+    if torch.device("meta") in placed:
+        raise refusal(model, "its weights are on the meta device: load them first")
+    for module in model.modules():
+        if hasattr(module, "_fsdp_wrapped_module") or type(module).__name__.startswith("FSDP"):
+            raise refusal(model, "its parameters are sharded by FSDP")
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise refusal(model, "its parameters are sharded by DeepSpeed")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise refusal(model, "it is an encoder-decoder model")
+
+
+def forward_arguments(model: PreTrainedModel) -> frozenset[str]:
+    """Which of the arguments that a step passes the model's forward takes.
+
+    Raises:
+        ValueError: It takes no positions, without which packed sequences cannot be told apart.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    named = {name for name in ("logits_to_keep", "return_dict") if name in parameters}
+    # Some models name neither, and hand them down all the same.
+    handed_down = {name for name in ("position_ids", "use_cache") if name in parameters or anything}
+    if "position_ids" not in handed_down:
+        raise refusal(model, "its forward takes no position_ids, so packed sequences cannot be told apart")
+    return frozenset(named | handed_down)
+
+
+def forward(
+    model: PreTrainedModel,
+    accepts: frozenset[str],
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    logits_rows: torch.Tensor,
+) -> torch.Tensor:
+    """The one way in which steps call the model.
+
+    Args:
+        model: The model.
+        accepts: What its forward takes, see `forward_arguments`.
+        input_ids: [1, tokens]
+        position_ids: [1, tokens]
+        logits_rows: [sampled] tokens whose logits are wanted.
+
+    Returns:
+        [sampled, vocabulary]
+    """
+    arguments = {
+        "position_ids": position_ids,
+        "use_cache": False,
+        "logits_to_keep": logits_rows,
+        "return_dict": True,
+    }
+    output = model(input_ids=input_ids, **{name: arguments[name] for name in arguments if name in accepts})
+    logits: torch.Tensor = output.logits[0]
+    # A head without `logits_to_keep` computes all; the wanted ones are taken from them.
+    return logits if "logits_to_keep" in accepts else logits[logits_rows]
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode for the block; every module is as it was afterwards."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def probe_tokens(vocab_size: int, count: int, device: torch.device, *, seed: int = 0) -> torch.Tensor:
+    """[count] token ids without a pattern, the same each time."""
+    ids = [(seed * 7919 + (n + 1) * (n + 3) * 2654435761) % 2**32 % vocab_size for n in range(count)]
+    return torch.tensor(ids, device=device)
+
+
+def _recorded_forward(
+    model: PreTrainedModel, vocab_size: int, tokens: int, accepts: frozenset[str]
+) -> tuple["_Recorder", int]:
+    recorder = _Recorder(model, tokens)
+    input_ids = probe_tokens(vocab_size, tokens, model.device).unsqueeze(0)
+    position_ids = torch.arange(tokens, device=model.device).unsqueeze(0)
+    last = torch.tensor([tokens - 1], device=model.device)
+    watch = _Watch(position_ids)
+    try:
+        with forward_context(recorder), watch:
+            forward(model, accepts, input_ids, position_ids, last)
+    except _Refusal as reason:
+        raise refusal(model, str(reason)) from None
+    except Exception as error:
+        raise refusal(model, f"its forward failed on a packed step: {type(error).__name__}: {error}") from error
+    recorder.table_length = watch.table_length
+    return recorder, watch.peak_bytes
+
+
+class _Refusal(Exception):
+    """Why a call cannot be served."""
+
+
+def refusal(model: PreTrainedModel, reason: str) -> ValueError:
+    """The error of a model that cannot be served."""
+    return ValueError(f"{type(model).__name__} cannot be served: {reason}")
+
+
+@dataclass
+class _Recorder:
+    """Answers a forward over one sequence, and writes down its calls."""
+
+    model: PreTrainedModel
+    tokens: int
+    calls: list[Call] = field(default_factory=list)
+    table_length: int | None = None
+    _keys_and_values: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _masks: list[str | None] = field(default_factory=list)  # why a mask is not plainly causal; None: it is
+
+    def mask(self, **kwargs: Any) -> torch.Tensor:
+        """A single number that names the mask, in the shape of one."""
+        self._masks.append(_deviation(kwargs.get("mask_function"), kwargs.get("attention_mask")))
+        return mask_stand_in(len(self._masks), kwargs.get("device"), kwargs.get("dtype"))
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Records a call, and computes it."""
+        self._check_shapes(query, key, value)
+        self._check_mask(module, attention_mask, kwargs)
+        kind = Kind(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+        ordinal = len(self.calls)
+        self.calls.append(Call(ordinal, kind, query.shape[1], self._shared_with(key, value, ordinal)))
+        self._keys_and_values.append((key, value))
+        out = scores_attention(
+            query,
+            key,
+            value,
+            scale=scale_of(query, kwargs),
+            visible=causal_visibility(self.tokens, self.tokens, query.device),
+            softcap=kwargs.get("softcap"),
+            sinks=kwargs.get("s_aux"),
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    def _check_shapes(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if tensor.dim() != 4 or tensor.shape[0] != 1:
+                raise _Refusal(f"an attention call has a {name} of shape {list(tensor.shape)}, not [1, heads, tokens, size]")
+            if tensor.shape[2] != self.tokens:
+                raise _Refusal(f"an attention call has {tensor.shape[2]} {name} tokens for {self.tokens} of the step")
+        if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
+            raise _Refusal(
+                f"an attention call has {query.shape[1]} heads, {key.shape[1]} of K and {value.shape[1]} of V"
+            )
+
+    def _check_mask(
+        self, module: torch.nn.Module, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]
+    ) -> None:
+        window = kwargs.get("sliding_window")
+        reason: str | None = None
+        if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False and attention_mask is None:
+            reason = "its attention is not causal"
+        elif kwargs.get("position_bias") is not None:
+            reason = "it adds a position bias to the scores"
+        elif window is not None:
+            reason = _window_reason(int(window))
+        elif attention_mask is not None:
+            reason = self._mask_named_by(attention_mask)
+        if reason is not None and not self._is_no_bound(reason, window):
+            raise _Refusal(reason)
+
+    def _mask_named_by(self, attention_mask: torch.Tensor) -> str | None:
+        number = int(attention_mask.flatten()[0]) if attention_mask.numel() == 1 else 0
+        if 1 <= number <= len(self._masks):
+            return self._masks[number - 1]
+        return "it makes an attention mask or bias of its own"
+
+    def _is_no_bound(self, reason: str, window: Any) -> bool:
+        """Whether a window is as long as the longest sequence, so that nothing ever leaves it."""
+        limit = _config_limit(self.model)
+        return window is not None and limit is not None and int(window) >= limit and reason == _window_reason(int(window))
+
+    def _shared_with(self, key: torch.Tensor, value: torch.Tensor, ordinal: int) -> int:
+        """The earlier call that was given the very same K and V, if there is one."""
+        for earlier, (other_key, other_value) in enumerate(self._keys_and_values):
+            if _same_memory(key, other_key) and _same_memory(value, other_value):
+                return self.calls[earlier].reads_from
+        return ordinal
+
+
+def mask_stand_in(number: int, device: Any, dtype: Any) -> torch.Tensor:
+    """Stands for a mask: one number, in a mask's dimensions. The model passes it on to its calls, sliced or not; a
+    mask that it changed or made itself is something else."""
+    floating = dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
+    return torch.full((1, 1, 1, 1), float(number), device=device, dtype=floating)
+
+
+def scale_of(query: torch.Tensor, kwargs: dict[str, Any]) -> float:
+    """The factor of the scores: the call's, or the usual one."""
+    scaling = kwargs.get("scaling")
+    return float(query.shape[-1]) ** -0.5 if scaling is None else float(scaling)
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+
+
+def _window_reason(window: int | None) -> str:
+    of = "" if window is None else f" of {window} tokens"
+    return f"it attends within a window{of}, which is not served yet"
+
+
+def _deviation(mask_function: Callable[..., Any] | None, padding: Any) -> str | None:
+    """Why a mask is not plainly causal, found by asking it; None when it is."""
+    # Some models make a padding mask of ones where none was given: it hides nothing.
+    hides = padding is not None and not (isinstance(padding, torch.Tensor) and bool(padding.all()))
+    if mask_function is None or hides:
+        return "it makes an attention mask of its own"
+
+    def sees(query: int, key: int) -> bool:
+        zero = torch.tensor(0)
+        return bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key)))
+
+    try:
+        if sees(0, 1) or sees(_FAR, _FAR + 1):
+            return "its attention is not causal"
+        if not sees(_FAR, _FAR):
+            return "it makes an attention mask of its own"
+        if sees(_FAR, 0):
+            return None
+        # The earliest key that a far query sees: between an unseen and a seen one.
+        unseen, seen = 0, _FAR
+        while seen - unseen > 1:
+            middle = (unseen + seen) // 2
+            unseen, seen = (unseen, middle) if sees(_FAR, middle) else (middle, seen)
+        window = _FAR - seen + 1
+        if sees(_FAR + 1, seen):
+            return "it attends within chunks, which is not served yet"
+        return _window_reason(window)
+    except Exception:
+        return "it makes an attention mask that depends on more than positions"
+
+
+class _Watch(TorchDispatchMode):
+    """Watches a forward: the bytes of the tensors alive at its peak, and tables that are looked up by position."""
+
+    def __init__(self, position_ids: torch.Tensor) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self.table_length: int | None = None
+        self._alive = 0
+        self._storages: set[int] = set()
+        self._positions = position_ids.flatten()
+        self._look_ups: dict[Any, tuple[int, int]] = {
+            torch.ops.aten.embedding.default: (0, 1),
+            torch.ops.aten.index_select.default: (0, 2),
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._look_ups:
+            table, index = (args[at] for at in self._look_ups[func])
+            self._look_up(table, index)
+        elif func is torch.ops.aten.index.Tensor and args[1] and args[1][0] is not None:
+            self._look_up(args[0], args[1][0])
+        elif func is torch.ops.aten.gather.default:
+            self._look_up_rows(args[0], args[1], args[2])
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor)
+        return result
+
+    def _look_up(self, table: torch.Tensor, index: torch.Tensor) -> None:
+        if index.dtype not in (torch.int64, torch.int32) or index.numel() != self._positions.numel():
+            return
+        offsets = (index.flatten() - self._positions).unique()
+        if offsets.numel() == 1 and table.dim() == 2 and table.is_floating_point():
+            self._bound(table.shape[0] - int(offsets))
+
+    def _look_up_rows(self, table: torch.Tensor, dim: int, index: torch.Tensor) -> None:
+        if table.dim() == 3 and dim == 1 and table.is_floating_point():
+            self._look_up(table[0], index[0, :, 0])
+
+    def _bound(self, length: int) -> None:
+        self.table_length = length if self.table_length is None else min(length, self.table_length)
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        pointer, nbytes = storage.data_ptr(), storage.nbytes()
+        if pointer == 0 or pointer in self._storages:
+            return
+        self._storages.add(pointer)
+        self._alive += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._alive)
+        weakref.finalize(storage, self._forget, pointer, nbytes)
+
+    def _forget(self, pointer: int, nbytes: int) -> None:
+        if pointer in self._storages:
+            self._storages.discard(pointer)
+            self._alive -= nbytes
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    embeddings = model.get_input_embeddings()
+    weight = getattr(embeddings, "weight", None)
+    rows = weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 2 else None
+    configured = getattr(model.config.get_text_config(), "vocab_size", None)
+    known = [size for size in (rows, configured) if size]
+    if not known:
+        raise refusal(model, "neither its embeddings nor its config tell the size of its vocabulary")
+    return int(min(known))
+
+
+def _config_limit(model: PreTrainedModel) -> int | None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return int(limit) if isinstance(limit, int) and limit > 0 else None
+
+
+def _refuse_config(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config(decoder=True)
+    _refuse_states(model, config)
+    rope = getattr(config, "rope_parameters", None) or {}
+    entries = [rope, *rope.values()] if isinstance(rope, dict) else []
+    rope_types = {entry.get("rope_type") for entry in entries if isinstance(entry, dict)}
+    for rope_type in ("dynamic", "longrope"):
+        if rope_type in rope_types:
+            raise refusal(
+                model, f"its RoPE of type {rope_type!r}, whose factors depend on the longest sequence, is not served yet"
+            )
+
+
+def _refuse_states(model: PreTrainedModel, config: Any) -> None:
+    """The cache that `generate` makes for a model tells what it keeps: more than K and V, or only the latest of them."""
+    try:
+        layers = DynamicCache(config=config).layers
+    except Exception:
+        # A config that no cache can be made for says nothing; the forward will.
+        return
+    limit = _config_limit(model)
+    for layer in layers:
+        name = type(layer).__name__
+        if name == "DynamicSlidingWindowLayer":
+            window = getattr(layer, "sliding_window", None)
+            if window is None or limit is None or window < limit:
+                raise refusal(model, _window_reason(window))
+        elif name not in ("DynamicLayer", "DummyLayer"):
+            raise refusal(model, f"its layers keep more than K and V of attention calls ({name}), which is not served yet")
