@@ -130,9 +130,7 @@ def chairlift_engine(work: Workload) -> Generate:
             model,
             list(prompts),
             generation_config=GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1),
-            continuous_batching_config=chairlift.ContinuousBatchingConfig(
-                max_batch_tokens=work.max_batch_tokens
-            ),
+            continuous_batching_config=chairlift.ContinuousBatchingConfig(max_batch_tokens=work.max_batch_tokens),
         )
         return ordered_tokens(results, len(prompts))
 
@@ -145,9 +143,7 @@ def generate_batch_engine(work: Workload) -> Generate:
 
     model = load_torch_model(work)
     if not type(model).generate_batch.__module__.startswith("transformers."):
-        raise RuntimeError(
-            "generate_batch is not transformers' own in this process; is chairlift installed into it?"
-        )
+        raise RuntimeError("generate_batch is not transformers' own in this process; is chairlift installed into it?")
 
     def generate(prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
         results = model.generate_batch(
@@ -274,9 +270,7 @@ def convert_for_openvino() -> None:
             raise RuntimeError(f"the graph has {len(unpacked)} packed weights, the model {len(left)}")
         # The graph's weights have no names, so each is recognised by its values: though rounded, they are
         # far nearer to their own (a relative distance of 0.1) than to any other (1.0).
-        rounded = openvino.compile_model(
-            openvino.Model(unpacked, []), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
-        )({})
+        rounded = openvino.compile_model(openvino.Model(unpacked, []), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})({})
         for index, output in enumerate(unpacked):
             values = rounded[index]
             distances = {
@@ -286,9 +280,7 @@ def convert_for_openvino() -> None:
             }
             name = min(distances, key=distances.__getitem__)
             if distances[name] > 0.3:
-                raise RuntimeError(
-                    f"no weight of the model is near number {index} of the graph: {distances[name]:.2f}"
-                )
+                raise RuntimeError(f"no weight of the model is near number {index} of the graph: {distances[name]:.2f}")
             exact = opset13.constant(left.pop(name)).output(0)
             for user in output.get_target_inputs():
                 user.replace_source_output(exact)
@@ -341,13 +333,9 @@ def measure(engine: str, work: Workload) -> Report:
         if len(got) != work.new_tokens:
             raise RuntimeError(f"{case.id}: {len(got)} tokens, {work.new_tokens} were asked for")
     matches = [
-        oracle.mismatch(got, case, new_tokens=work.new_tokens) is None
-        for case, got in zip(cases, tokens, strict=True)
+        oracle.mismatch(got, case, new_tokens=work.new_tokens) is None for case, got in zip(cases, tokens, strict=True)
     ]
-    ties = [
-        oracle.ties_used(got, case, new_tokens=work.new_tokens)
-        for case, got in zip(cases, tokens, strict=True)
-    ]
+    ties = [oracle.ties_used(got, case, new_tokens=work.new_tokens) for case, got in zip(cases, tokens, strict=True)]
     return Report(
         wall_s=wall,
         prompt_tokens=sum(len(case.prompt) for case in cases),
@@ -459,22 +447,14 @@ def parse_arguments() -> argparse.Namespace:
     """The command line; what it cannot mean is refused here."""
     most = oracle.load()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--engines", help=f"comma-separated, of {', '.join(ENGINES)} (default: all importable)"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="measurements of each engine (default %(default)s)"
-    )
+    parser.add_argument("--engines", help=f"comma-separated, of {', '.join(ENGINES)} (default: all importable)")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each engine (default %(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument(
-        "--requests", type=int, default=len(most), help="prompts (default and most: %(default)s)"
-    )
+    parser.add_argument("--requests", type=int, default=len(most), help="prompts (default and most: %(default)s)")
     parser.add_argument(
         "--new-tokens", type=int, default=len(most[0].tokens), help="of each (default and most: %(default)s)"
     )
-    parser.add_argument(
-        "--max-batch-tokens", type=int, default=512, help="tokens a step (default %(default)s)"
-    )
+    parser.add_argument("--max-batch-tokens", type=int, default=512, help="tokens a step (default %(default)s)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--workload", help=argparse.SUPPRESS)
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
@@ -486,9 +466,7 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.rounds < 1:
         parser.error(f"--rounds {arguments.rounds}: at least 1")
     if arguments.engines is None:
-        arguments.engines = [
-            name for name, (_, _, module) in ENGINES.items() if importlib.util.find_spec(module)
-        ]
+        arguments.engines = [name for name, (_, _, module) in ENGINES.items() if importlib.util.find_spec(module)]
     else:
         arguments.engines = arguments.engines.split(",")
         if unknown := [name for name in arguments.engines if name not in ENGINES]:

@@ -96,9 +96,7 @@ def generate(model: PreTrainedModel) -> list[list[int]]:
         model,
         prompts(),
         generation_config=GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False),
-        continuous_batching_config=chairlift.ContinuousBatchingConfig(
-            page_size=4, num_blocks=64, max_batch_tokens=16
-        ),
+        continuous_batching_config=chairlift.ContinuousBatchingConfig(page_size=4, num_blocks=64, max_batch_tokens=16),
     )
     for result in results.values():
         if result.error is not None:

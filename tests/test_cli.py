@@ -60,7 +60,7 @@ class FakeOutput:
 class FakeStats:
     free_blocks: int = 6
     capacity: int = 10
-    peak_used_blocks: int = 5
+    peak_owned_blocks: int = 5
     generated_tokens: int = 40
 
 
@@ -281,9 +281,7 @@ class TestOptions:
         with pytest.raises(CliError, match=f"{tmp_path} has no config.json"):
             Options(model=tmp_path, prompt=("a",)).check()
 
-    def test_the_output_may_not_be_the_prompts(
-        self, options: Callable[..., Options], prompts_file: Path
-    ) -> None:
+    def test_the_output_may_not_be_the_prompts(self, options: Callable[..., Options], prompts_file: Path) -> None:
         with pytest.raises(CliError, match="is the file of the prompts"):
             options(output=prompts_file, existing=Existing.OVERWRITE).check()
 
@@ -507,9 +505,7 @@ class TestOutputAndResume:
         assert run(chosen, load_fake, manager) == 0
         assert manager.served == ["line-2"]
 
-    def test_resume_follows_a_link_to_the_output(
-        self, options: Callable[..., Options], tmp_path: Path
-    ) -> None:
+    def test_resume_follows_a_link_to_the_output(self, options: Callable[..., Options], tmp_path: Path) -> None:
         link = tmp_path / "link.jsonl"
         link.symlink_to(tmp_path / "out.jsonl")
         assert run(options(output=link), load_fake, FakeManager(failing=frozenset({"1"}))) == 1
@@ -602,9 +598,7 @@ class TestTheCommand:
     def test_all_options_arrive(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         seen: list[Options] = []
         monkeypatch.setattr(generate, "run", lambda options: seen.append(options) or 7)
-        arguments = (
-            "--model m --prompt a --prompt b --chat -o out --resume --max-new-tokens 5 --temperature 0.5"
-        )
+        arguments = "--model m --prompt a --prompt b --chat -o out --resume --max-new-tokens 5 --temperature 0.5"
         arguments += " --top-k 4 --top-p 0.9 --seed 3 --dtype bfloat16 --page-size 16 --num-blocks 8"
         arguments += " --max-batch-tokens 64 --max-requests-per-batch 2 --quiet"
         assert main_in_process(monkeypatch, "generate", *arguments.split()) == 7
@@ -680,9 +674,7 @@ class TestLoading:
 
     def test_greedy_drops_what_the_model_says_about_sampling_and_nothing_else(self, tmp_path: Path) -> None:
         model = save_tiny_model(tmp_path)
-        vars(model.generation_config).update(
-            do_sample=True, temperature=0.6, top_p=0.9, repetition_penalty=1.1
-        )
+        vars(model.generation_config).update(do_sample=True, temperature=0.6, top_p=0.9, repetition_penalty=1.1)
         greedy = generate.generation_config(model, Options(demo=True, max_new_tokens=9))
         assert (greedy.do_sample, greedy.temperature, greedy.top_p) == (False, None, None)
         assert (greedy.repetition_penalty, greedy.max_new_tokens) == (1.1, 9)
@@ -786,9 +778,7 @@ class TestEnv:
 
 @pytest.mark.smollm2
 def test_the_demo_killed_midway_and_resumed_equals_an_undisturbed_run(tmp_path: Path) -> None:
-    prompts, whole, disturbed = (
-        tmp_path / name for name in ("prompts.jsonl", "whole.jsonl", "disturbed.jsonl")
-    )
+    prompts, whole, disturbed = (tmp_path / name for name in ("prompts.jsonl", "whole.jsonl", "disturbed.jsonl"))
     subjects = ("the sea", "a glacier", "winter", "a lighthouse", "copper", "chess", "bread", "the moon")
     chats = [[{"role": "user", "content": f"Tell me about {subject}."}] for subject in subjects]
     prompts.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))

@@ -148,9 +148,7 @@ def tiny_config(model_type: str, *, window: int | None = None, **overrides: Any)
     return _shrink(config_class(model_type), {**EXTRA.get(model_type, {}), **overrides}, window)
 
 
-def tiny_model(
-    model_type: str, *, seed: int = 0, window: int | None = None, **overrides: Any
-) -> PreTrainedModel:
+def tiny_model(model_type: str, *, seed: int = 0, window: int | None = None, **overrides: Any) -> PreTrainedModel:
     """A random fp32 model in eval mode that generates to its full length (no end token).
 
     Every weight matrix is drawn with `WEIGHT_STD`, whatever the family's own initialisation;
@@ -236,9 +234,7 @@ def _small_layers(
     return small
 
 
-def reference(
-    model: PreTrainedModel, prompt: list[int], max_new_tokens: int
-) -> tuple[list[int], list[float]]:
+def reference(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
     """Greedy tokens of `model.generate` on this prompt alone, and for each the gap of the two best logits."""
     ids = torch.tensor([prompt])
     out = model.generate(

@@ -1,6 +1,5 @@
 """The three entry points, as functions of a model; and `install`, which makes them methods of every model."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,11 +35,6 @@ def init_continuous_batching(
         TypeError: An argument of the wrong type.
         ValueError: The model cannot be served (and why), or a value is out of bounds or not served yet.
     """
-    if workload_hints is not None and not isinstance(workload_hints, WorkloadHints):
-        # transformers' own knows fewer fields.
-        workload_hints = WorkloadHints(
-            **{field.name: getattr(workload_hints, field.name, 0) for field in dataclasses.fields(WorkloadHints)}
-        )
     return ContinuousBatchingManager(model, generation_config, continuous_batching_config, workload_hints)
 
 
@@ -52,7 +46,7 @@ def continuous_batching_context_manager(
     timeout: float | None = None,
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     persistent_manager: bool = False,
-    warmup: bool = True,
+    warmup: bool = True,  # noqa: ARG001
     workload_hints: WorkloadHints | None = None,
 ) -> Iterator[ContinuousBatchingManager]:
     """A started manager, stopped (when everything has ended) and destroyed at the end of the block.

@@ -188,7 +188,9 @@ class ContinuousBatchingConfig:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{name} is {value!r}, but must be a number")
         if not (0 < value <= 1 if above_zero else 0 <= value <= 1):
-            raise ValueError(f"{name} is {value}, but must be {'above 0' if above_zero else 'at least 0'} and at most 1")
+            raise ValueError(
+                f"{name} is {value}, but must be {'above 0' if above_zero else 'at least 0'} and at most 1"
+            )
 
     def resolved(self, **values: Any) -> "ContinuousBatchingConfig":
         """A copy with what was chosen for it."""

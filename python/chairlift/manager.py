@@ -8,7 +8,6 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -22,7 +21,7 @@ from chairlift.engine.check import check_packed
 from chairlift.engine.loop import StopLevel, StopRequest, run_sync
 from chairlift.engine.memory import batch_cost, resolve
 from chairlift.engine.session import Session
-from chairlift.outputs import GenerationOutput, RequestStatus, WorkloadHints
+from chairlift.outputs import GenerationOutput, RequestStatus, Stats, WorkloadHints
 from chairlift.probe import evaluating, learn
 from chairlift.prompts import Prompt, prompt_array
 from chairlift.sampling.options import GenerationOptions, eos_tuple
@@ -87,7 +86,7 @@ class ContinuousBatchingManager:
         self.geometry = geometry_of(self.facts.calls, config.page_size)
         backend = choose_backend(model.config._attn_implementation, model.device, config.page_size)
         check_packed(model, self.facts, self.geometry, backend)
-        hints = workload_hints or WorkloadHints()
+        hints = WorkloadHints.of(workload_hints)
         largest_call = max(call.kind.token_bytes for call in self.facts.calls)
         longest = hints.max_prompt_length + hints.max_generated_length or self.facts.limit or config.page_size
         self.batch_cost = batch_cost(self.facts, backend.scratch_bytes(largest_call, longest))
@@ -133,16 +132,16 @@ class ContinuousBatchingManager:
         if self._destroyed:
             raise RuntimeError("the manager was destroyed and cannot be started again: make a new one")
         if self.fatal_error is not None:
-            raise RuntimeError("the manager's loop died and cannot be started again: make a new one") from self.fatal_error
+            raise RuntimeError(
+                "the manager's loop died and cannot be started again: make a new one"
+            ) from self.fatal_error
         if self.is_running():
             warnings.warn("the manager runs already", UserWarning, stacklevel=2)
             return
         self._stop_request = StopRequest()
         self._engine.reopen()
         _running.add(self)
-        self._thread = threading.Thread(
-            target=self._run, args=(_CallersModes(),), name="chairlift-loop", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(_CallersModes(),), name="chairlift-loop", daemon=True)
         self._thread.start()
 
     def stop(
@@ -241,7 +240,7 @@ class ContinuousBatchingManager:
             label = self._free_label() if request_id is None else request_id
             if label in self._ids:
                 raise ValueError(
-                    f"request_id {label!r} is taken: a request of that name is in flight or its output was not taken yet"
+                    f"request_id {label!r} is taken: a request of that name is in flight or waits to be collected"
                 )
             created = time.perf_counter()
             with self._chained_to_the_cause():
@@ -365,12 +364,9 @@ class ContinuousBatchingManager:
                 del self._records[event.request], self._ids[record.label]
         output = GenerationOutput(record.label, record.prompt, created_time=record.created)
         if reason is None:
-            for kept, new in (
-                (record.tokens, event.tokens),
-                (record.logprobs, event.logprobs),
-                (record.timestamps, event.timestamps),
-            ):
-                kept.extend(new)
+            record.tokens.extend(event.tokens)
+            record.logprobs.extend(event.logprobs)
+            record.timestamps.extend(event.timestamps)
             output.generated_tokens, output.logprobs = record.tokens[:], record.logprobs[:]
             output.status = RequestStatus.DECODING
             output.timestamps = record.timestamps[:] if record.record_timestamps else None
@@ -386,9 +382,9 @@ class ContinuousBatchingManager:
 
     # ------------------------------------------------------------------- facts
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> Stats:
         """Counters and gauges, read without stopping the engine."""
-        return self._engine.stats()
+        return Stats(**self._engine.stats())
 
     def describe(self) -> str:
         """What was learned and chosen, one fact a line."""

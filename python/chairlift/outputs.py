@@ -1,9 +1,9 @@
 """What users get back: outputs, their status, and the hints they give about their workload."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -68,3 +68,51 @@ class WorkloadHints:
     max_generated_length: int = 0
     num_requests: int = 0
     num_tokens: int = 0
+
+    @classmethod
+    def of(cls, hints: Any) -> "WorkloadHints":
+        """Hints of ours, of transformers' own class (which knows fewer), or None for no hints."""
+        if isinstance(hints, cls):
+            return hints
+        return cls(**{field.name: int(getattr(hints, field.name, 0)) for field in fields(cls)})
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters and gauges of an engine, each exact.
+
+    Attributes:
+        submitted: Requests submitted.
+        waiting: Sequences that wait, victims among them.
+        running: Sequences with a row.
+        capacity: Blocks of the pool.
+        free_blocks: Blocks nobody owns.
+        owned_blocks: Blocks with an owner.
+        peak_owned_blocks: Most blocks owned at once.
+        steps: Committed steps.
+        abandoned_steps: Steps abandoned.
+        prompt_tokens: Prompt tokens computed (again, after a soft reset).
+        generated_tokens: Tokens generated.
+        finished: Requests that ended by an end token or a bound.
+        failed: Requests that ended by an error.
+        cancelled: Requests that were cancelled.
+        starved: Times that an active sequence got no block for its next tokens.
+        soft_resets: Victims whose tokens joined their prompt.
+    """
+
+    submitted: int
+    waiting: int
+    running: int
+    capacity: int
+    free_blocks: int
+    owned_blocks: int
+    peak_owned_blocks: int
+    steps: int
+    abandoned_steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    finished: int
+    failed: int
+    cancelled: int
+    starved: int
+    soft_resets: int

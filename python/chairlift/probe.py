@@ -279,7 +279,9 @@ class _Recorder:
     def _check_shapes(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dim() != 4 or tensor.shape[0] != 1:
-                raise _Refusal(f"an attention call has a {name} of shape {list(tensor.shape)}, not [1, heads, tokens, size]")
+                raise _Refusal(
+                    f"an attention call has a {name} of shape {list(tensor.shape)}, not [1, heads, tokens, size]"
+                )
             if tensor.shape[2] != self.tokens:
                 raise _Refusal(f"an attention call has {tensor.shape[2]} {name} tokens for {self.tokens} of the step")
         if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
@@ -287,9 +289,7 @@ class _Recorder:
                 f"an attention call has {query.shape[1]} heads, {key.shape[1]} of K and {value.shape[1]} of V"
             )
 
-    def _check_mask(
-        self, module: torch.nn.Module, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]
-    ) -> None:
+    def _check_mask(self, module: torch.nn.Module, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
         window = kwargs.get("sliding_window")
         reason: str | None = None
         if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False and attention_mask is None:
@@ -312,7 +312,9 @@ class _Recorder:
     def _is_no_bound(self, reason: str, window: Any) -> bool:
         """Whether a window is as long as the longest sequence, so that nothing ever leaves it."""
         limit = _config_limit(self.model)
-        return window is not None and limit is not None and int(window) >= limit and reason == _window_reason(int(window))
+        return (
+            window is not None and limit is not None and int(window) >= limit and reason == _window_reason(int(window))
+        )
 
     def _shared_with(self, key: torch.Tensor, value: torch.Tensor, ordinal: int) -> int:
         """The earlier call that was given the very same K and V, if there is one."""
@@ -375,11 +377,11 @@ def _deviation(mask_function: Callable[..., Any] | None, padding: Any) -> str | 
         return "it makes an attention mask that depends on more than positions"
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches a forward: the bytes of the tensors alive at its peak, and tables that are looked up by position."""
 
     def __init__(self, position_ids: torch.Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self.table_length: int | None = None
         self._alive = 0
@@ -407,7 +409,7 @@ class _Watch(TorchDispatchMode):
     def _look_up(self, table: torch.Tensor, index: torch.Tensor) -> None:
         if index.dtype not in (torch.int64, torch.int32) or index.numel() != self._positions.numel():
             return
-        offsets = (index.flatten() - self._positions).unique()
+        offsets = torch.unique(index.flatten() - self._positions)
         if offsets.numel() == 1 and table.dim() == 2 and table.is_floating_point():
             self._bound(table.shape[0] - int(offsets))
 
@@ -459,12 +461,13 @@ def _refuse_config(model: PreTrainedModel) -> None:
     for rope_type in ("dynamic", "longrope"):
         if rope_type in rope_types:
             raise refusal(
-                model, f"its RoPE of type {rope_type!r}, whose factors depend on the longest sequence, is not served yet"
+                model,
+                f"its RoPE of type {rope_type!r}, whose factors depend on the longest sequence, is not served yet",
             )
 
 
 def _refuse_states(model: PreTrainedModel, config: Any) -> None:
-    """The cache that `generate` makes for a model tells what it keeps: more than K and V, or only the latest of them."""
+    """The cache that `generate` makes for a model tells whether it keeps more than K and V, or only the latest."""
     try:
         layers = DynamicCache(config=config).layers
     except Exception:
@@ -478,4 +481,6 @@ def _refuse_states(model: PreTrainedModel, config: Any) -> None:
             if window is None or limit is None or window < limit:
                 raise refusal(model, _window_reason(window))
         elif name not in ("DynamicLayer", "DummyLayer"):
-            raise refusal(model, f"its layers keep more than K and V of attention calls ({name}), which is not served yet")
+            raise refusal(
+                model, f"its layers keep more than K and V of attention calls ({name}), which is not served yet"
+            )

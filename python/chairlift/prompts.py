@@ -19,7 +19,13 @@ def prompt_array(prompt: Any, name: str = "input_ids") -> npt.NDArray[np.int64]:
     if isinstance(prompt, torch.Tensor):
         array = prompt.detach().cpu().numpy() if prompt.dtype != torch.bfloat16 else np.zeros(1, np.float32)
     elif isinstance(prompt, str | bytes | Mapping):
-        hint = ": tokenise it first" if isinstance(prompt, str) else ": pass its 'input_ids'" if isinstance(prompt, Mapping) else ""
+        hint = (
+            ": tokenise it first"
+            if isinstance(prompt, str)
+            else ": pass its 'input_ids'"
+            if isinstance(prompt, Mapping)
+            else ""
+        )
         raise TypeError(f"{name} is a {type(prompt).__name__}, but must be a flat sequence of token ids{hint}")
     else:
         try:

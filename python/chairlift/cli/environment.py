@@ -45,9 +45,7 @@ def env() -> None:
 def versions() -> list[tuple[str, str]]:
     rows = [("chairlift", installed_version("chairlift")), ("Rust core", _core_version())]
     rows.append(("python", f"{platform.python_version()} ({platform.python_implementation()})"))
-    return rows + [
-        (name, installed_version(name)) for name in ("torch", "transformers", "numpy", "flash-attn")
-    ]
+    return rows + [(name, installed_version(name)) for name in ("torch", "transformers", "numpy", "flash-attn")]
 
 
 def installed_version(distribution: str) -> str:
@@ -66,6 +64,8 @@ def _core_version() -> str:
 
 def machine() -> list[tuple[str, str]]:
     import torch
+
+    from chairlift.engine.memory import cgroup_memory
 
     name, flags = _cpu()
     rows = [
@@ -118,39 +118,6 @@ def _cpu() -> tuple[str, list[str]]:
 
 def _usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cgroup_memory(
-    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> tuple[int, int] | None:
-    """The memory limit in bytes that leaves the least, and what is used of it; None where nothing limits us.
-
-    Every level of the tree may set a limit, under version 1 and version 2 of cgroups alike.
-    """
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return None
-    found: list[tuple[int, int]] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = root, ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        level = base / path.lstrip("/")
-        for folder in (level, *level.parents):
-            if not folder.is_relative_to(base):
-                break
-            try:
-                limit, used = (int((folder / name).read_text()) for name in names)
-            except (OSError, ValueError):  # no such level inside a container; "max" is no limit
-                continue
-            if limit < 1 << 60:  # version 1 writes "no limit" as the largest multiple of a page
-                found.append((limit, used))
-    return min(found, key=lambda pair: pair[0] - pair[1], default=None)
 
 
 def _gib(count: int) -> str:

@@ -75,11 +75,7 @@ class Options:
             raise CliError("there are no prompts: give a file, - for stdin, or --prompt TEXT")
         if self.existing is Existing.RESUME and self.output is None:
             raise CliError("--resume needs the --output FILE of the run to go on with")
-        if (
-            self.prompts is not None
-            and self.output is not None
-            and _same_file(Path(self.prompts), self.output)
-        ):
+        if self.prompts is not None and self.output is not None and _same_file(Path(self.prompts), self.output):
             raise CliError(f"--output {self.output} is the file of the prompts")
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise CliError("--top-k and --top-p are for sampling: give a --temperature above 0 too")
@@ -91,9 +87,7 @@ def _same_file(one: Path, other: Path) -> bool:
 
 def _check_model_dir(folder: Path) -> None:
     if not folder.is_dir():
-        raise CliError(
-            f"the model folder {folder} does not exist" + (" (it is a file)" if folder.exists() else "")
-        )
+        raise CliError(f"the model folder {folder} does not exist" + (" (it is a file)" if folder.exists() else ""))
     if not (folder / "config.json").is_file():
         raise CliError(f"the model folder {folder} has no config.json")
 
@@ -154,7 +148,7 @@ def load_model(options: Options) -> tuple[Any, Any]:
         raise
     except Exception as error:  # a broken file fails in as many ways as there are readers
         raise CliError(f"cannot load {source}: {_one_line(error)}") from error
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+    return model.eval(), tokenizer
 
 
 def create_manager(model: Any, options: Options, requests: Sequence[Tokenized]) -> Manager:
@@ -302,9 +296,7 @@ class _Run:
             return 128 + interrupt.signum
         return 1 if self.summary.failed else 0
 
-    def _submit(
-        self, manager: Manager, requests: Sequence[Tokenized], interrupt: _Interrupt
-    ) -> dict[str, int]:
+    def _submit(self, manager: Manager, requests: Sequence[Tokenized], interrupt: _Interrupt) -> dict[str, int]:
         """Returns the prompt length of each request that was taken."""
         pending: dict[str, int] = {}
         for request in requests:
@@ -323,16 +315,10 @@ class _Run:
                 pending[request.id] = len(request.input_ids)
         return pending
 
-    def _drain(
-        self, manager: Manager, pending: dict[str, int], interrupt: _Interrupt, started: float
-    ) -> None:
+    def _drain(self, manager: Manager, pending: dict[str, int], interrupt: _Interrupt, started: float) -> None:
         options = self._options
         # Records on the same terminal are progress enough, and the two would write over each other.
-        enabled = (
-            not options.quiet
-            and sys.stderr.isatty()
-            and (options.output is not None or not sys.stdout.isatty())
-        )
+        enabled = not options.quiet and sys.stderr.isatty() and (options.output is not None or not sys.stdout.isatty())
         total, next_tick = len(pending), 0.0
         with LiveProgress(total, enabled=enabled) as progress:
             while pending and interrupt.signum is None:
@@ -349,7 +335,7 @@ class _Run:
                         cache_use=1 - stats.free_blocks / max(1, stats.capacity),
                     )
         stats = manager.stats()
-        self.summary.peak_cache_use = stats.peak_used_blocks / max(1, stats.capacity)
+        self.summary.peak_cache_use = stats.peak_owned_blocks / max(1, stats.capacity)
 
     def _finish(self, output: Any, prompt_tokens: int) -> None:
         if output.finish_reason not in ("stop", "length"):
@@ -434,12 +420,8 @@ def command(
         Path | None,
         typer.Option(metavar="DIR", help="The folder of a transformers model.", show_default=False),
     ] = None,
-    demo: Annotated[
-        bool, typer.Option("--demo", help="SmolLM2-135M-Instruct, fetched once and kept.")
-    ] = False,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Wrap plain prompts as one user message of a chat.")
-    ] = False,
+    demo: Annotated[bool, typer.Option("--demo", help="SmolLM2-135M-Instruct, fetched once and kept.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap plain prompts as one user message of a chat.")] = False,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -454,15 +436,9 @@ def command(
         typer.Option("--resume", help="Go on with --output: serve what it lacks, try its failures again."),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin --output anew.")] = False,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Per request that does not say it itself.")
-    ] = 256,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="Above 0: sample.", rich_help_panel=_SAMPLING)
-    ] = 0.0,
-    top_k: Annotated[
-        int | None, typer.Option(min=1, help="Default: the model's.", rich_help_panel=_SAMPLING)
-    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Per request that does not say it itself.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Above 0: sample.", rich_help_panel=_SAMPLING)] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Default: the model's.", rich_help_panel=_SAMPLING)] = None,
     top_p: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Default: the model's.", rich_help_panel=_SAMPLING)
     ] = None,
@@ -473,9 +449,7 @@ def command(
     dtype: Annotated[
         Dtype, typer.Option(help="Of the weights; auto: as they were saved.", rich_help_panel=_ENGINE)
     ] = Dtype.AUTO,
-    page_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per page.", rich_help_panel=_ENGINE)
-    ] = None,
+    page_size: Annotated[int | None, typer.Option(min=1, help="Tokens per page.", rich_help_panel=_ENGINE)] = None,
     num_blocks: Annotated[
         int | None, typer.Option(min=1, help="Blocks of the KV cache.", rich_help_panel=_ENGINE)
     ] = None,

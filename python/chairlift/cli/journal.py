@@ -154,9 +154,7 @@ def scan(path: Path) -> tuple[set[str], set[int]]:
         for number, line in enumerate(lines, start=1):
             record = _record(line)
             if torn is not None or (record is None and not _is_torn(line)):
-                raise CliError(
-                    f"cannot resume {path}: line {torn or number} is no record of chairlift generate"
-                )
+                raise CliError(f"cannot resume {path}: line {torn or number} is no record of chairlift generate")
             if record is None:
                 torn = number
             if record is None or "error" in record:

@@ -51,9 +51,7 @@ class Summary:
 
     def table(self) -> Table:
         table = Table(show_header=False, box=None, padding=(0, 2))
-        table.add_row(
-            "requests", f"{self.requests:,}" + (f" ({self.failed:,} failed)" if self.failed else "")
-        )
+        table.add_row("requests", f"{self.requests:,}" + (f" ({self.failed:,} failed)" if self.failed else ""))
         for name, tokens in (("prompt", self.prompt_tokens), ("generated", self.generated_tokens)):
             table.add_row(f"{name} tokens", f"{tokens:,} ({_per_second(tokens, self.wall_s)} tokens/s)")
         if self.times_to_first_token_s:

@@ -66,9 +66,7 @@ class CacheTensors:
         self.num_blocks = num_blocks
         blocks = num_blocks * geometry.num_groups + _native.NUM_TRASH_BLOCKS
         # Zeros, not garbage: what a mask hides is still multiplied by zero, and NaN times zero is NaN.
-        self.storage = torch.zeros(
-            (blocks, geometry.block_bytes), dtype=torch.uint8, device=calls[0].kind.device
-        )
+        self.storage = torch.zeros((blocks, geometry.block_bytes), dtype=torch.uint8, device=calls[0].kind.device)
         own = {call.ordinal: self._views(call) for call in calls if call.ordinal in geometry.places}
         self.pages = [own[call.reads_from] for call in calls]
 

@@ -65,7 +65,7 @@ class DeviceTables:
         _, decodes, _, _, table_changes, row_changes = step.shape
         # One copy to the device; on a CPU the arena is used where it is until the step is committed.
         arena = slot.arena[: step.layout[-1][1]].to(self.device, non_blocking=True)
-        rows, cu_seqlens, kv_lens, tokens, positions, slots, logits_rows, draws, tables, row_params = (
+        rows, cu_seqlens, _, tokens, positions, slots, logits_rows, draws, tables, row_params = (
             arena[start:end] for start, end in step.layout
         )
         if table_changes:

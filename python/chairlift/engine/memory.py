@@ -1,6 +1,5 @@
 """How much memory is free, and how the pool is sized from it."""
 
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +18,6 @@ from chairlift.engine.cache import Geometry
 from chairlift.outputs import WorkloadHints
 from chairlift.probe import ModelFacts
 
-_CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
 
 
@@ -44,42 +42,42 @@ def batch_cost(facts: ModelFacts, scratch_bytes: int) -> BatchCost:
 
 
 def free_memory_bytes() -> int:
-    """RAM that this process may still take: of the machine, and of its container (cgroup v2 or v1)."""
-    free = [int(psutil.virtual_memory().available)]
-    for limit_file, usage_file in _cgroup_files():
-        limit, usage = _read_bytes(limit_file), _read_bytes(usage_file)
-        if limit is not None and usage is not None and limit < _UNLIMITED:
-            free.append(max(0, limit - usage + _reclaimable(usage_file.parent)))
-    return min(free)
+    """RAM that this process may still take: of the machine, and of its container."""
+    free = int(psutil.virtual_memory().available)
+    limits = cgroup_memory()
+    return free if limits is None else min(free, max(0, limits[0] - limits[1]))
 
 
-def _cgroup_files() -> list[tuple[Path, Path]]:
-    files = []
-    for line in _read_lines(Path("/proc/self/cgroup")):
+def cgroup_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> tuple[int, int] | None:
+    """The memory limit in bytes that leaves the least, and what of it is in use and not given up on demand; None
+    where nothing limits us.
+
+    Every level of the tree may set a limit, under version 1 and version 2 of cgroups alike.
+    """
+    found: list[tuple[int, int]] = []
+    for line in _read_lines(own):
         _, controllers, path = line.split(":", 2)
-        version_2 = not controllers
-        if not version_2 and "memory" not in controllers.split(","):
+        if not controllers:
+            base, names = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
             continue
-        root = _CGROUP if version_2 else _CGROUP / "memory"
-        names = ("memory.max", "memory.current") if version_2 else (
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-        )  # fmt: skip
-        folder = root / path.strip().lstrip("/")
-        # Every group above binds too; inside a container the path may be the host's, and only the root be there.
-        for group in (folder, *folder.parents):
-            if group.is_relative_to(root) and (group / names[0]).is_file():
-                files.append((group / names[0], group / names[1]))
-    return files
+        level = base / path.lstrip("/")
+        # Inside a container the path may be the host's, and only its upper levels be there.
+        for group in (level, *level.parents):
+            if not group.is_relative_to(base):
+                break
+            limit, used = (_read_bytes(group / name) for name in names[:2])
+            # Version 1 writes "no limit" as the largest multiple of a page.
+            if limit is not None and used is not None and limit < _UNLIMITED:
+                found.append((limit, max(0, used - _stat(group, names[2]))))
+    return min(found, key=lambda pair: pair[0] - pair[1], default=None)
 
 
-def _reclaimable(group: Path) -> int:
-    """Page cache that counts as used but is given up on demand."""
-    for line in _read_lines(group / "memory.stat"):
-        name, _, value = line.partition(" ")
-        if name in ("inactive_file", "total_inactive_file"):
-            return int(value)
-    return 0
+def _stat(group: Path, name: str) -> int:
+    lines = (line.split() for line in _read_lines(group / "memory.stat"))
+    return next((int(fields[1]) for fields in lines if fields and fields[0] == name), 0)
 
 
 def _read_lines(path: Path) -> list[str]:
@@ -91,9 +89,7 @@ def _read_lines(path: Path) -> list[str]:
 
 def _read_bytes(path: Path) -> int | None:
     lines = _read_lines(path)
-    if not lines:
-        return None
-    return _UNLIMITED if lines[0] == "max" else int(lines[0])
+    return int(lines[0]) if lines and lines[0].isdigit() else None
 
 
 def resolve(
@@ -179,11 +175,3 @@ def _addressable(geometry: Geometry) -> int:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.0f} MiB"
-
-
-def peak_resident_bytes() -> int:
-    """Peak resident memory of this process so far."""
-    for line in _read_lines(Path(f"/proc/{os.getpid()}/status")):
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return int(psutil.Process().memory_info().rss)

@@ -64,9 +64,7 @@ class PagedForward:
     def finish(self) -> None:
         """Checks that every call came."""
         if self._next != len(self._calls):
-            raise RuntimeError(
-                f"the model made {self._next} attention calls, but was learned with {len(self._calls)}"
-            )
+            raise RuntimeError(f"the model made {self._next} attention calls, but was learned with {len(self._calls)}")
 
 
 class Runner:
@@ -110,8 +108,6 @@ class Runner:
         """[sampled, vocabulary]: the step's forward. Writes K and V of its tokens."""
         paged = PagedForward(self.calls, self.cache, self.backend, inputs)
         with forward_context(paged):
-            logits = forward(
-                self.model, self._accepts, inputs.input_ids, inputs.position_ids, inputs.logits_rows
-            )
+            logits = forward(self.model, self._accepts, inputs.input_ids, inputs.position_ids, inputs.logits_rows)
         paged.finish()
         return logits

@@ -51,9 +51,7 @@ class Session:
         device = facts.calls[0].kind.device
         self.cache = CacheTensors(facts.calls, geometry, num_blocks)
         self.tables = DeviceTables(geometry.num_groups, max_requests_per_batch, geometry.page_size, device)
-        self.slots = [
-            Slot(self.engine.arena_capacity, max_requests_per_batch, device) for _ in range(NUM_SLOTS)
-        ]
+        self.slots = [Slot(self.engine.arena_capacity, max_requests_per_batch, device) for _ in range(NUM_SLOTS)]
         for index, slot in enumerate(self.slots):
             self.engine.bind_slot(index, slot.arena.numpy(), slot.tokens.numpy(), slot.logprobs.numpy())
         self.runner = Runner(
