@@ -20,6 +20,7 @@ from chairlift.engine.cache import geometry_of
 from chairlift.engine.check import check_packed
 from chairlift.engine.loop import StopLevel, StopRequest, run_sync
 from chairlift.engine.memory import batch_cost, resolve
+from chairlift.engine.openmp import release_team
 from chairlift.engine.session import Session
 from chairlift.outputs import GenerationOutput, RequestStatus, Stats, WorkloadHints
 from chairlift.probe import evaluating, learn
@@ -141,6 +142,7 @@ class ContinuousBatchingManager:
         self._stop_request = StopRequest()
         self._engine.reopen()
         _running.add(self)
+        release_team()  # this thread probed the model; from here on the loop's computes
         self._thread = threading.Thread(target=self._run, args=(_CallersModes(),), name="chairlift-loop", daemon=True)
         self._thread.start()
 

@@ -207,8 +207,8 @@ def probe_tokens(vocab_size: int, count: int, device: torch.device, *, seed: int
 
 def _recorded_forward(
     model: PreTrainedModel, vocab_size: int, tokens: int, accepts: frozenset[str]
-) -> tuple["_Recorder", int]:
-    recorder = _Recorder(model, tokens)
+) -> tuple["Recorder", int]:
+    recorder = Recorder(model, tokens)
     input_ids = probe_tokens(vocab_size, tokens, model.device).unsqueeze(0)
     position_ids = torch.arange(tokens, device=model.device).unsqueeze(0)
     last = torch.tensor([tokens - 1], device=model.device)
@@ -234,7 +234,7 @@ def refusal(model: PreTrainedModel, reason: str) -> ValueError:
 
 
 @dataclass
-class _Recorder:
+class Recorder:
     """Answers a forward over one sequence, and writes down its calls."""
 
     model: PreTrainedModel

@@ -1,5 +1,6 @@
 """The proof that a learned model can be served: packed sequences, in steps, must give the logits of each alone."""
 
+import contextlib
 import inspect
 import time
 
@@ -7,9 +8,10 @@ import torch
 from transformers import PreTrainedModel
 
 from chairlift.attention.choice import Backend
+from chairlift.attention.interface import forward_context
 from chairlift.engine.cache import Geometry
 from chairlift.engine.session import Session
-from chairlift.probe import ModelFacts, evaluating, forward, forward_arguments, probe_tokens, refusal
+from chairlift.probe import ModelFacts, Recorder, evaluating, forward, forward_arguments, probe_tokens, refusal
 
 # Largest difference of logits, relative to the largest logit: rounding stays well below, a mixed-up sequence or a lost
 # state far above.
@@ -70,7 +72,12 @@ def _alone(model: PreTrainedModel, text: list[int]) -> torch.Tensor:
     accepts = forward_arguments(model)
     if "position_ids" not in inspect.signature(model.forward).parameters:
         accepts -= {"position_ids"}
-    return forward(model, accepts, input_ids, positions, last)[0]
+    context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if (model.config._attn_implementation or "").startswith("paged|"):
+        # Outside a batching engine these attend without a mask: attention is written out for them.
+        context = forward_context(Recorder(model, len(text)))
+    with context:
+        return forward(model, accepts, input_ids, positions, last)[0]
 
 
 def _compare(model: PreTrainedModel, packed: torch.Tensor, alone: torch.Tensor) -> None:

@@ -1,0 +1,53 @@
+"""Every family of the causal-LM mapping is served with `generate`'s tokens, or refused with a reason."""
+
+import pytest
+
+from model_table import FAILED, NOT_BUILT, REFUSED, SERVED, WRONG, try_family
+from tiny_models import families
+
+# Families that go through transformers' attention interface with full attention, and must be served.
+MUST_BE_SERVED = {
+    "cohere", "dbrx", "deepseek_v2", "deepseek_v3", "diffllama", "dory", "gemma", "gemma2", "gemma3n_text",
+    "gemma4_text", "glm", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe", "jetmoe",
+    "llama", "minicpm3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "opt", "persimmon", "phi", "phi3",
+    "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2",
+}  # fmt: skip
+# Why some cannot be: of each sort one.
+REFUSED_FOR = {
+    "bloom": "do not call transformers' attention interface",
+    "mamba": "keep more than K and V",
+    "jamba": "keep more than K and V",
+    "doge": "attention mask or bias of its own",
+    "bart": "its logits are not those of the sequence alone|attention mask of its own",
+    "deepseek_v32": "keep more than K and V",
+}
+
+
+@pytest.mark.parametrize("family", families())
+def test_family_is_served_rightly_or_refused(family: str) -> None:
+    row = try_family(family)
+    for outcome in (row.plain, row.windowed):
+        assert outcome is None or outcome.word not in (WRONG, FAILED), row.result
+    if family in MUST_BE_SERVED:
+        assert row.plain.word == SERVED, row.result
+    elif row.plain.word != NOT_BUILT:
+        assert row.plain.word in (SERVED, REFUSED)
+
+
+@pytest.mark.parametrize(("family", "reason"), REFUSED_FOR.items())
+def test_a_refusal_says_why(family: str, reason: str) -> None:
+    from chairlift import generate_batch
+    from tiny_models import tiny_model
+
+    with pytest.raises(ValueError, match=reason):
+        generate_batch(tiny_model(family), [[5, 6, 7]], max_new_tokens=2)
+
+
+def test_a_window_is_refused_whoever_tells_of_it() -> None:
+    from chairlift import generate_batch
+    from tiny_models import tiny_model
+
+    # The call, only the mask function, and neither of them (only the cache).
+    for family in ("mistral", "phimoe", "moshi"):
+        with pytest.raises(ValueError, match="window of 8 tokens"):
+            generate_batch(tiny_model(family, window=8), [[5, 6, 7]], max_new_tokens=2)

@@ -1,0 +1,146 @@
+"""Tokens equal `generate`'s, whatever the chunks, the pool and the neighbours."""
+
+import random
+
+import pytest
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+import chairlift
+from chairlift.engine.cache import geometry_of
+from chairlift.probe import learn
+from tiny_models import VOCAB_SIZE, reference, tie_aware_mismatch, tiny_model
+
+
+def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+def assert_equals_generate(
+    model: PreTrainedModel, inputs: list[list[int]], outputs: dict[str, chairlift.GenerationOutput], new_tokens: int
+) -> None:
+    for prompt, output in zip(inputs, outputs.values(), strict=True):
+        assert output.error is None
+        assert output.prompt_ids == prompt
+        tokens, gaps = reference(model, prompt, new_tokens)
+        assert tie_aware_mismatch(output.generated_tokens, tokens, gaps) is None
+
+
+@pytest.mark.parametrize("page_size", [4, 7, 64])
+@pytest.mark.parametrize("max_batch_tokens", [3, 5, 64])
+def test_chunks_and_pages_of_any_size(
+    llama: PreTrainedModel, checked_steps: list[int], page_size: int, max_batch_tokens: int
+) -> None:
+    inputs = prompts([1, 2, 3, 4, 5, 8, 17, 33])
+    config = chairlift.ContinuousBatchingConfig(
+        page_size=page_size, num_blocks=-(-400 // page_size), max_batch_tokens=max_batch_tokens
+    )
+    outputs = chairlift.generate_batch(llama, inputs, continuous_batching_config=config, max_new_tokens=9)
+    assert_equals_generate(llama, inputs, outputs, 9)
+
+
+@pytest.mark.parametrize("num_blocks", [8, 12, 16, 20])
+def test_a_pool_too_small_for_all_resets_victims_and_loses_nothing(
+    llama: PreTrainedModel, checked_steps: list[int], num_blocks: int
+) -> None:
+    inputs = prompts([6, 6, 6, 6, 6])
+    manager = chairlift.init_continuous_batching(
+        llama,
+        GenerationConfig(max_new_tokens=24, do_sample=False),
+        chairlift.ContinuousBatchingConfig(
+            page_size=4, num_blocks=num_blocks, safety_margin=0.0, return_logprobs=True, max_batch_tokens=32
+        ),
+    )
+    manager.start()
+    labels = manager.add_requests(inputs, record_timestamps=True)
+    outputs = {label: manager.get_result(label) for label in labels}
+    manager.stop()
+    assert_equals_generate(llama, inputs, outputs, 24)
+    for output in outputs.values():
+        assert len(output.logprobs) == len(output.timestamps) == 24
+        assert output.timestamps == sorted(output.timestamps)
+    stats = manager.stats()
+    assert stats.soft_resets > 0
+    assert stats.free_blocks == stats.capacity
+
+
+def test_half_loaded_prompts_do_not_block_each_other(llama: PreTrainedModel, checked_steps: list[int]) -> None:
+    inputs = prompts([40, 40, 38])
+    for num_blocks in (11, 12, 14):
+        config = chairlift.ContinuousBatchingConfig(page_size=4, num_blocks=num_blocks, max_batch_tokens=8)
+        outputs = chairlift.generate_batch(llama, inputs, continuous_batching_config=config, max_new_tokens=3)
+        assert_equals_generate(llama, inputs, outputs, 3)
+
+
+def test_logprobs_are_those_of_the_models_own_forward(llama: PreTrainedModel) -> None:
+    inputs = prompts([5, 19])
+    config = chairlift.ContinuousBatchingConfig(page_size=4, num_blocks=32, max_batch_tokens=7, return_logprobs=True)
+    outputs = chairlift.generate_batch(llama, inputs, continuous_batching_config=config, max_new_tokens=6)
+    for prompt, output in zip(inputs, outputs.values(), strict=True):
+        text = torch.tensor([prompt + output.generated_tokens])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(llama(text).logits[0].float(), dim=-1)
+        for n, token in enumerate(output.generated_tokens):
+            expected = float(logprobs[len(prompt) - 1 + n, token])
+            assert output.logprobs[n] == pytest.approx(expected, abs=1e-4)
+
+
+def test_end_tokens_end_one_sequence_and_not_its_neighbours(llama: PreTrainedModel) -> None:
+    inputs = prompts([5, 6, 7, 8, 9])
+    plain = [reference(llama, prompt, 12)[0] for prompt in inputs]
+    end = plain[2][4]
+    outputs = chairlift.generate_batch(llama, inputs, max_new_tokens=12, eos_token_id=[10**6, end])
+    for tokens, output in zip(plain, outputs.values(), strict=True):
+        expected = tokens[: tokens.index(end) + 1] if end in tokens else tokens
+        assert output.generated_tokens == expected
+        assert output.finish_reason == ("stop" if end in tokens else "length")
+
+
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager", "paged|sdpa", "paged|eager"])
+def test_whatever_attention_the_model_was_loaded_with(llama: PreTrainedModel, attn_implementation: str) -> None:
+    inputs = prompts([5, 12])
+    expected = [reference(llama, prompt, 8)[0] for prompt in inputs]
+    other = tiny_model("llama")
+    other.config._attn_implementation = attn_implementation
+    outputs = chairlift.generate_batch(other, inputs, max_new_tokens=8)
+    assert [output.generated_tokens for output in outputs.values()] == expected
+    assert other.config._attn_implementation == attn_implementation
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_run(dtype: torch.dtype) -> None:
+    model = tiny_model("llama").to(dtype)
+    outputs = chairlift.generate_batch(model, prompts([5, 12]), max_new_tokens=4)
+    assert [len(output.generated_tokens) for output in outputs.values()] == [4, 4]
+
+
+def test_kinds_of_unlike_sizes_share_blocks() -> None:
+    # Its windowed layers have smaller heads; a window as long as the longest sequence is none.
+    model = tiny_model("gemma4_text", window=512)
+    facts = learn(model)
+    kinds = {call.kind for call in facts.calls}
+    assert len(kinds) > 1
+    geometry = geometry_of(facts.calls, 4)
+    assert geometry.num_groups >= len(kinds)
+    owners = [call for call in facts.calls if call.reads_from == call.ordinal]
+    assert set(geometry.places) == {call.ordinal for call in owners}
+    inputs = prompts([3, 9, 21])
+    config = chairlift.ContinuousBatchingConfig(page_size=4, num_blocks=16, max_batch_tokens=8)
+    outputs = chairlift.generate_batch(model, inputs, continuous_batching_config=config, max_new_tokens=8)
+    assert_equals_generate(model, inputs, outputs, 8)
+
+
+def test_a_call_that_shares_k_and_v_has_no_pages_of_its_own() -> None:
+    facts = learn(tiny_model("gemma3n_text", num_kv_shared_layers=1))
+    assert [call.reads_from == call.ordinal for call in facts.calls].count(False) >= 1
+
+
+def test_a_layer_may_call_twice() -> None:
+    facts = learn(tiny_model("diffllama"))
+    assert len(facts.calls) == 4
+
+
+def test_k_and_v_may_differ_in_size() -> None:
+    (kind,) = {call.kind for call in learn(tiny_model("deepseek_v3")).calls}
+    assert kind.head_size != kind.head_size_v
