@@ -6,8 +6,11 @@ decodes share steps, and requests queue for blocks. None of it may show in the t
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +69,53 @@ def test_every_token_is_the_one_generate_chooses_alone(
     ties = sum(ties_used(tokens, case, new_tokens=new_tokens) for case, tokens in answers)
     record_property("ties_used", ties)
     print(f"{len(cases)} requests, {new_tokens} tokens each, {ties} by an accepted tie")
+
+
+MEMORY_PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from pathlib import Path
+from transformers import GenerationConfig
+import chairlift
+from chairlift.cli.demo import load_demo
+from oracle import load
+
+def mib(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
+
+model, _ = load_demo(torch.float32)
+for parameter in model.parameters():
+    parameter.sum()  # the file is mapped: weights are resident once they are read
+loaded = mib("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+prompts = [case.prompt for case in load()]
+manager = chairlift.init_continuous_batching(
+    model,
+    GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1),
+    chairlift.ContinuousBatchingConfig(max_batch_tokens=512),
+    chairlift.WorkloadHints(
+        max_prompt_length=600, max_generated_length=4, num_requests=64, num_tokens=sum(map(len, prompts)) + 256
+    ),
+)
+manager.start()
+for label in manager.add_requests(prompts):
+    assert manager.get_result(label).error is None
+manager.stop()
+config = manager.config
+batch = manager.batch_cost.of(config.max_batch_tokens, config.max_requests_per_batch) / 2**20
+print(mib("VmHWM") - loaded, manager.cache_bytes / 2**20, batch)
+"""
+
+
+@pytest.mark.smollm2
+def test_memory_stays_within_what_was_promised() -> None:
+    program = [sys.executable, "-c", MEMORY_PROGRAM, str(Path(__file__).parent)]
+    ended = subprocess.run(program, capture_output=True, text=True, check=True, timeout=600)
+    growth, pool, batch = map(float, ended.stdout.split())
+    print(f"grew by {growth:.0f} MiB; pool {pool:.0f} MiB, a batch at most {batch:.0f} MiB")
+    assert 0.5 * pool < growth < 1.1 * (pool + batch)
 
 
 def case_with_a_tie() -> OracleCase:

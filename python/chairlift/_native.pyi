@@ -6,7 +6,24 @@ GIL. Times are seconds of `time.perf_counter`, which only grows.
 
 from typing import Any, Final, final
 
+__all__ = [
+    "BLOCK_ALIGNMENT",
+    "NUM_TRASH_BLOCKS",
+    "Engine",
+    "EngineClosed",
+    "EngineConfig",
+    "Event",
+    "QueueFull",
+    "Sampling",
+    "Step",
+    "__version__",
+    "split_into_groups",
+]
+
 __version__: Final[str]
+
+BLOCK_ALIGNMENT: Final[int]
+"""Bytes of a block are a multiple of this, and its storage starts at one."""
 
 NUM_TRASH_BLOCKS: Final[int]
 """Blocks that padding uses and nobody owns; they follow the pool's blocks: the first is read, the second written."""

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from chairlift.config import ContinuousBatchingConfig
 from chairlift.manager import ContinuousBatchingManager
@@ -115,6 +116,8 @@ def generate_batch(
             any of them starts; a model that cannot be served; a value that is out of bounds or not served yet.
         RuntimeError: The loop died; its cause is chained.
     """
+    if kwargs.get("cache_implementation") == "paged":
+        inputs, kwargs = _from_generate(inputs, kwargs)
     prompts = [prompt_array(prompt, f"inputs[{index}]") for index, prompt in enumerate(inputs)]
     for index, prompt in enumerate(prompts):
         if not len(prompt):
@@ -166,6 +169,20 @@ def _with_fields(
     return GenerationConfig.from_dict({**base.to_dict(), **fields})
 
 
+def _from_generate(inputs: Sequence[Prompt], arguments: dict[str, Any]) -> tuple[Sequence[Prompt], dict[str, Any]]:
+    """What `model.generate(..., cache_implementation="paged")` hands on: a padded batch, and all its keywords."""
+    fields = {name: value for name, value in arguments.items() if name != "cache_implementation"}
+    fields.pop("input_ids", None)  # the inputs once more
+    mask = fields.pop("attention_mask", None)
+    if mask is not None:
+        rows = torch.as_tensor(mask).bool()
+        padded = [torch.as_tensor(prompt) for prompt in inputs]
+        if rows.dim() != 2 or len(padded) != rows.shape[0] or any(len(row) != rows.shape[1] for row in padded):
+            raise ValueError(f"attention_mask has shape {list(rows.shape)}, but must be that of the inputs")
+        inputs = [prompt[row] for prompt, row in zip(padded, rows.cpu(), strict=True)]
+    return inputs, fields
+
+
 def _hints(lengths: list[int], options: GenerationOptions) -> WorkloadHints:
     if options.max_new_tokens is None and options.max_length is None:
         return WorkloadHints(max_prompt_length=max(lengths), num_requests=len(lengths))
@@ -178,27 +195,28 @@ def _hints(lengths: list[int], options: GenerationOptions) -> WorkloadHints:
     )
 
 
-_originals: dict[str, Any] = {}
+_installed: dict[str, Any] = {}
 
 
 def install() -> None:
     """Makes `generate_batch`, `continuous_batching_context_manager` and `init_continuous_batching` of every
     transformers model chairlift's. May be called again."""
-    if _originals:
+    if _installed:
         return
     for name in _ENTRY_POINTS:
-        _originals[name] = getattr(PreTrainedModel, name, None)
-        setattr(PreTrainedModel, name, _as_method(globals()[name]))
+        # The class's own attribute, not an inherited one: that is what `uninstall` must put back.
+        _installed[name] = vars(GenerationMixin).get(name)
+        setattr(GenerationMixin, name, _as_method(globals()[name]))
 
 
 def uninstall() -> None:
     """Gives the models back what `install` replaced."""
-    for name, original in _originals.items():
-        if original is None:
-            delattr(PreTrainedModel, name)
+    for name, own in _installed.items():
+        if own is None:
+            delattr(GenerationMixin, name)
         else:
-            setattr(PreTrainedModel, name, original)
-    _originals.clear()
+            setattr(GenerationMixin, name, own)
+    _installed.clear()
 
 
 def _as_method(function: Any) -> Any:

@@ -402,7 +402,7 @@ class ContinuousBatchingManager:
             "attention backend": self.attention,
             "page_size": config.page_size,
             "num_blocks": blocks,
-            "cache": f"{blocks * geometry.page_size:,} tokens, {self._session.cache.nbytes / 2**20:,.1f} MiB",
+            "cache": f"{blocks * geometry.page_size:,} tokens, {self.cache_bytes / 2**20:,.1f} MiB",
             "padding": f"{geometry.padding_bytes / geometry.model_block_bytes:.1%} of a block",
             "max_batch_tokens": config.max_batch_tokens,
             "max_requests_per_batch": config.max_requests_per_batch,
@@ -414,6 +414,11 @@ class ContinuousBatchingManager:
         }
         width = max(map(len, lines))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the pool, trash included."""
+        return self._session.cache.nbytes
 
     @property
     def _token_limit(self) -> int:

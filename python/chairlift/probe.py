@@ -261,13 +261,14 @@ class Recorder:
         """Records a call, and computes it."""
         self._check_shapes(query, key, value)
         self._check_mask(module, attention_mask, kwargs)
-        kind = Kind(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+        # Under autocast K may come wider than V, from its rotation; attention would narrow it to V's.
+        kind = Kind(key.shape[1], key.shape[3], value.shape[3], value.dtype, key.device)
         ordinal = len(self.calls)
         self.calls.append(Call(ordinal, kind, query.shape[1], self._shared_with(key, value, ordinal)))
         self._keys_and_values.append((key, value))
         out = scores_attention(
-            query,
-            key,
+            query.to(kind.dtype),
+            key.to(kind.dtype),
             value,
             scale=scale_of(query, kwargs),
             visible=causal_visibility(self.tokens, self.tokens, query.device),

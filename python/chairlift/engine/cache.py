@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from chairlift import _native
@@ -65,8 +66,7 @@ class CacheTensors:
         self.geometry = geometry
         self.num_blocks = num_blocks
         blocks = num_blocks * geometry.num_groups + _native.NUM_TRASH_BLOCKS
-        # Zeros, not garbage: what a mask hides is still multiplied by zero, and NaN times zero is NaN.
-        self.storage = torch.zeros((blocks, geometry.block_bytes), dtype=torch.uint8, device=calls[0].kind.device)
+        self.storage = _zeros(blocks, geometry.block_bytes, calls[0].kind.device)
         own = {call.ordinal: self._views(call) for call in calls if call.ordinal in geometry.places}
         self.pages = [own[call.reads_from] for call in calls]
 
@@ -88,3 +88,14 @@ class CacheTensors:
         k = view(first, kind.head_size)
         v = view(first + page_size * kind.num_kv_heads * kind.head_size, kind.head_size_v)
         return CallPages(group, k, v)
+
+
+def _zeros(blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:
+    """[blocks, block bytes] of zeros, not of garbage: what a mask hides is still multiplied by zero, and NaN times
+    zero is NaN."""
+    if device.type != "cpu":
+        return torch.zeros((blocks, block_bytes), dtype=torch.uint8, device=device)
+    # numpy asks the system for zeroed memory, which takes room once it is written; torch would write it all now.
+    memory = np.zeros(blocks * block_bytes + _native.BLOCK_ALIGNMENT, np.uint8)
+    skipped = -memory.ctypes.data % _native.BLOCK_ALIGNMENT
+    return torch.from_numpy(memory[skipped : skipped + blocks * block_bytes]).view(blocks, block_bytes)

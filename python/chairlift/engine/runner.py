@@ -45,7 +45,7 @@ class PagedForward:
         call = self._calls[self._next]
         self._next += 1
         pages = self._cache.pages[call.ordinal]
-        query, key, value = query[0], key[0], value[0]
+        query, key, value = (tensor[0].to(call.kind.dtype) for tensor in (query, key, value))
         if call.reads_from == call.ordinal:
             where = (self._inputs.write_blocks[pages.group], self._inputs.write_offsets)
             pages.k[where] = key.transpose(0, 1)

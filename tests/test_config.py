@@ -1,0 +1,143 @@
+"""The config: every field of transformers' own, its bounds, and what follows from memory and hints."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from transformers.generation import ContinuousBatchingConfig as Theirs
+
+from chairlift import ContinuousBatchingConfig, WorkloadHints
+from chairlift.engine.cache import geometry_of
+from chairlift.engine.memory import BatchCost, cgroup_memory, resolve
+from chairlift.probe import ModelFacts, learn
+from tiny_models import tiny_model
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def facts() -> ModelFacts:
+    return learn(tiny_model("llama"))
+
+
+def resolved(
+    facts: ModelFacts,
+    hints: WorkloadHints | None = None,
+    free: int = GIB,
+    cost: BatchCost | None = None,
+    **fields: object,
+) -> ContinuousBatchingConfig:
+    config = ContinuousBatchingConfig(**fields)
+    geometry = geometry_of(facts.calls, config.page_size)
+    cost = cost or BatchCost(1000, 1000, 0)
+    return resolve(config, hints or WorkloadHints(), facts, geometry, cost, free_bytes=free)
+
+
+def test_every_field_of_theirs_is_a_field_of_ours() -> None:
+    ours = {field.name: field.default for field in dataclasses.fields(ContinuousBatchingConfig)}
+    theirs = {field.name: field.default for field in dataclasses.fields(Theirs)}
+    assert set(theirs) <= set(ours)
+    # Ours refuses what it cannot do, where theirs leaves it out.
+    assert {name for name in theirs if theirs[name] != ours[name]} == {"drop_unsupported_processors"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("page_size", 3, "page_size is 3, but must be at least 4"),
+        ("num_blocks", 0, "num_blocks is 0, but must be at least 1"),
+        ("max_batch_tokens", -5, "max_batch_tokens is -5"),
+        ("max_requests_per_batch", 0, "max_requests_per_batch is 0"),
+        ("max_memory_percent", 0.0, "max_memory_percent is 0.0, but must be above 0"),
+        ("max_memory_percent", 1.2, "at most 1"),
+        ("safety_margin", -0.01, "safety_margin is -0.01"),
+        ("safety_margin", 1.01, "safety_margin is 1.01"),
+        ("max_queue_size", -1, "max_queue_size is -1"),
+        ("default_compile_level", 4, "at most 3"),
+        ("seed", -1, "seed is -1"),
+        ("cpu_offload_space", -1.0, "cpu_offload_space is -1.0"),
+    ],
+)
+def test_a_value_out_of_bounds_is_named_with_its_bound(field: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ContinuousBatchingConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("scheduler_type", "prefill_first"), ("max_blocks_per_request", 32), ("use_async_batching", True),
+        ("use_cuda_graph", True), ("use_cuda_graph", (False, True)), ("q_padding_interval_size", 64),
+        ("kv_padding_interval_size", 64), ("default_compile_level", 1), ("cpu_offload_space", 1.0),
+        ("cpu_offload_space", None), ("per_request_processors", True), ("varlen_compile_config", {}),
+    ],
+)  # fmt: skip
+def test_what_is_not_served_yet_is_said(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{field}=.*not served yet"):
+        ContinuousBatchingConfig(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["page_size", "num_blocks", "safety_margin"])
+def test_a_value_of_another_type_is_a_type_error(field: str) -> None:
+    with pytest.raises(TypeError, match=field):
+        ContinuousBatchingConfig(**{field: "8"})
+
+
+def test_deprecated_fields_still_work_and_say_what_to_use() -> None:
+    with pytest.warns(FutureWarning, match="page_size"):
+        assert ContinuousBatchingConfig(block_size=32).page_size == 32
+    with pytest.warns(FutureWarning, match="graphs"):
+        ContinuousBatchingConfig(max_cached_graphs=3)
+
+
+def test_something_else_is_no_config() -> None:
+    with pytest.raises(TypeError, match="dict"):
+        ContinuousBatchingConfig.of({"page_size": 8})
+
+
+def test_the_pool_takes_what_the_memory_leaves_after_a_batch(facts: ModelFacts) -> None:
+    config = resolved(facts, page_size=16, max_batch_tokens=100, max_requests_per_batch=10)
+    block = geometry_of(facts.calls, 16).model_block_bytes
+    assert config.num_blocks == (int(0.6 * GIB) - 110_000) // block - 2
+    half = resolved(facts, page_size=16, max_batch_tokens=100, max_requests_per_batch=10, max_memory_percent=0.3)
+    assert half.num_blocks == (int(0.3 * GIB) - 110_000) // block - 2
+
+
+def test_the_pool_is_no_larger_than_the_requests_can_use(facts: ModelFacts) -> None:
+    hints = WorkloadHints(max_prompt_length=100, max_generated_length=20, num_requests=10, num_tokens=500)
+    config = resolved(facts, hints, page_size=16)
+    # Every request in blocks of its own, its last one partly empty.
+    assert config.num_blocks == -(-500 // 16) + 10
+    assert resolved(facts, dataclasses.replace(hints, num_tokens=0), page_size=16).num_blocks == 10 * 8
+    assert config.max_requests_per_batch == 10
+
+
+def test_batches_shrink_to_what_memory_bears_but_not_below_256_tokens(facts: ModelFacts) -> None:
+    assert resolved(facts).max_batch_tokens == 8192
+    cost = BatchCost(200_000, 0, 0)
+    assert resolved(facts, cost=cost).max_batch_tokens == 1024
+    assert resolved(facts, cost=BatchCost(1_000_000, 0, 0)).max_batch_tokens == 256
+    assert resolved(facts, cost=cost, max_batch_tokens=2000).max_batch_tokens == 2000
+    assert resolved(facts, max_batch_tokens=5).max_requests_per_batch == 5
+
+
+def test_no_room_for_a_block_says_what_takes_it(facts: ModelFacts) -> None:
+    with pytest.raises(ValueError, match=r"no room for a cache.*max_batch_tokens, max_requests_per_batch or page_size"):
+        resolved(facts, free=1 << 20, cost=BatchCost(10_000, 0, 0))
+
+
+def test_the_tightest_limit_of_any_level_counts(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("0::/outer/inner\n")
+    for folder, limit, used in (("outer", "300", "100"), ("outer/inner", "max", "90")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / folder / "memory.current").write_text(f"{used}\n")
+    (tmp_path / "outer" / "memory.stat").write_text("anon 10\ninactive_file 40\n")
+    assert cgroup_memory(tmp_path, own) == (300, 60)
+    own.write_text("4:memory:/\n0::/\n")
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("50\n")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("20\n")
+    assert cgroup_memory(tmp_path, own) == (50, 20)
+    assert cgroup_memory(tmp_path, tmp_path / "none") is None

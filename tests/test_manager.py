@@ -1,0 +1,422 @@
+"""The manager's promises: every request ends once, a bad one harms nobody, outputs go to who waits for them."""
+
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+import chairlift
+from chairlift import ContinuousBatchingConfig
+from chairlift.engine.runner import Runner
+from tiny_models import reference, tiny_model
+
+SMALL = {"page_size": 4, "num_blocks": 32, "max_batch_tokens": 16}
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture
+def manager(llama: PreTrainedModel):
+    manager = chairlift.init_continuous_batching(
+        llama, GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1), ContinuousBatchingConfig(**SMALL)
+    )
+    manager.start()
+    yield manager
+    manager.destroy()
+
+
+# ------------------------------------------------------------------- bad input
+
+BAD_PROMPTS = [
+    ([], ValueError, "empty"),
+    ([5, 97, 6], ValueError, "token 97 at position 1 .* 0 to 96"),
+    ([5, -3, 7], ValueError, "token -3 at position 1"),
+    ([5, 2**40], ValueError, f"token {2**40} at position 1"),
+    ([5, 2**70], TypeError, "beyond 64 bits"),
+    ([5, 6.0], TypeError, "6.0"),
+    ([True, False], TypeError, "True"),
+    (["a"], TypeError, "'a'"),
+    ("text", TypeError, "tokenise"),
+    ({"input_ids": [5]}, TypeError, "input_ids"),
+    ([[5, 6]], TypeError, "2 dimensions"),
+    ([[5], [6, 7]], TypeError, "nested"),
+    (5, TypeError, "0 dimensions"),
+    (None, TypeError, "0 dimensions"),
+    (torch.tensor([[5, 6]]), TypeError, "2 dimensions"),
+    (torch.tensor([5.0]), TypeError, "float32"),
+    (torch.tensor([5.0], dtype=torch.bfloat16), TypeError, "bfloat16"),
+    (np.array([5.0]), TypeError, "float64"),
+    (list(range(5, 90)) * 2, ValueError, "170 tokens .* holds 128 .*32 blocks of 4.* num_blocks"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "error", "message"), BAD_PROMPTS, ids=lambda value: str(value)[:20])
+def test_a_bad_prompt_is_refused_in_the_callers_thread_and_harms_nobody(
+    manager: chairlift.ContinuousBatchingManager, prompt: object, error: type[Exception], message: str
+) -> None:
+    good = manager.add_request(PROMPT)
+    with pytest.raises(error, match=message):
+        manager.add_request(prompt)
+    assert len(manager.get_result(good, timeout=30).generated_tokens) == 6
+    assert manager.stats().running == 0
+
+
+@pytest.mark.parametrize(("prompt", "error", "message"), BAD_PROMPTS, ids=lambda value: str(value)[:20])
+def test_generate_batch_names_the_bad_item_before_any_starts(
+    llama: PreTrainedModel, prompt: object, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=r"inputs\[1\].*"):
+        chairlift.generate_batch(
+            llama, [PROMPT, prompt], continuous_batching_config=ContinuousBatchingConfig(**SMALL), max_new_tokens=2
+        )
+    assert threading.active_count() == 1 or "chairlift-loop" not in {t.name for t in threading.enumerate()}
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        tuple(PROMPT),
+        range(5, 9),
+        np.array(PROMPT, np.uint8),
+        np.array(PROMPT)[::1],
+        torch.tensor(PROMPT, dtype=torch.int32),
+    ],
+    ids=["tuple", "range", "uint8", "int64", "tensor"],
+)
+def test_any_flat_sequence_of_integers_is_a_prompt(
+    manager: chairlift.ContinuousBatchingManager, prompt: object
+) -> None:
+    output = manager.get_result(manager.add_request(prompt), timeout=30)
+    assert output.prompt_ids == PROMPT
+    assert all(type(token) is int for token in output.prompt_ids + output.generated_tokens)
+
+
+@pytest.mark.parametrize(("bound", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_a_bound_below_one_token_is_refused(
+    manager: chairlift.ContinuousBatchingManager, llama: PreTrainedModel, bound: object, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match="max_new_tokens"):
+        manager.add_request(PROMPT, max_new_tokens=bound)
+    with pytest.raises((ValueError, TypeError), match="max_new_tokens"):
+        chairlift.generate_batch(llama, [PROMPT], max_new_tokens=bound)
+
+
+def test_a_prompt_that_leaves_no_position_is_refused() -> None:
+    model = tiny_model("gpt2")  # a table of 512 positions
+    config = ContinuousBatchingConfig(page_size=16, num_blocks=64, max_batch_tokens=600)
+    with chairlift.continuous_batching_context_manager(model, continuous_batching_config=config) as manager:
+        for length in (512, 600):
+            with pytest.raises(ValueError, match=f"{length} tokens.*positions for 512.*at most 511"):
+                manager.add_request([5] * length)
+        output = manager.get_result(manager.add_request([5] * 511, max_new_tokens=9, eos_token_id=-1))
+        assert (len(output.generated_tokens), output.finish_reason) == (1, "length")
+
+
+def test_unknown_keywords_are_type_errors(llama: PreTrainedModel) -> None:
+    with pytest.raises(TypeError, match="banana"):
+        chairlift.generate_batch(llama, [PROMPT], banana=3)
+    with pytest.raises(TypeError, match="temperature"):
+        chairlift.ContinuousBatchingManager(
+            llama, continuous_batching_config=ContinuousBatchingConfig(**SMALL)
+        ).add_request(PROMPT, temperature=0.5)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"repetition_penalty": 5.0}, {"no_repeat_ngram_size": 1}, {"min_new_tokens": 10}, {"forced_eos_token_id": 5},
+        {"stop_strings": ["x"]}, {"num_beams": 2}, {"num_return_sequences": 2}, {"max_time": 1.0}, {"min_length": 4},
+        {"bad_words_ids": [[5]]}, {"min_p": 0.1, "do_sample": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_not_served_is_refused_by_name_and_not_ignored(llama: PreTrainedModel, field: dict) -> None:
+    name = next(iter(field))
+    with pytest.raises(ValueError, match=name):
+        chairlift.generate_batch(llama, [PROMPT], max_new_tokens=3, **field)
+
+
+def test_a_penalty_of_the_models_own_config_is_not_ignored_either() -> None:
+    model = tiny_model("llama")
+    model.generation_config.repetition_penalty = 1.5
+    with pytest.raises(ValueError, match=r"repetition_penalty=1\.5"):
+        chairlift.generate_batch(model, [PROMPT], max_new_tokens=3)
+    config = ContinuousBatchingConfig(drop_unsupported_processors=True)
+    with pytest.warns(UserWarning, match="repetition_penalty"):
+        output = chairlift.generate_batch(model, [PROMPT], continuous_batching_config=config, max_new_tokens=3)
+    assert len(output["req_0"].generated_tokens) == 3
+
+
+def test_an_impossible_prompt_does_not_stop_the_others(llama: PreTrainedModel) -> None:
+    config = ContinuousBatchingConfig(page_size=4, num_blocks=8, max_batch_tokens=16)
+    with chairlift.continuous_batching_context_manager(llama, continuous_batching_config=config) as manager:
+        others = {
+            manager.add_request(prompt, max_new_tokens=8, eos_token_id=-1): prompt for prompt in ([5] * 9, [7] * 9)
+        }
+        with pytest.raises(ValueError, match=r"60 tokens .* 32 "):
+            manager.add_request([5] * 60, max_new_tokens=8)
+        growing = manager.add_request([9] * 9, max_new_tokens=100, eos_token_id=-1)
+        others[manager.add_request([8] * 5, max_new_tokens=6, eos_token_id=-1)] = [8] * 5
+        for label, prompt in others.items():
+            output = manager.get_result(label, timeout=60)
+            assert output.generated_tokens == reference(llama, prompt, len(output.generated_tokens))[0]
+        output = manager.get_result(growing, timeout=60)
+        # It ends by itself, with all that the pool holds.
+        assert (output.finish_reason, len(output.generated_tokens)) == ("length", 32 - 9)
+        assert manager.is_running()
+
+
+# --------------------------------------------------------------------- outputs
+
+
+def test_outputs_come_in_input_order_and_labels_start_anew(llama: PreTrainedModel) -> None:
+    inputs = [[5] * length for length in (20, 1, 9, 14)]
+    for _ in range(2):
+        outputs = chairlift.generate_batch(llama, inputs, max_new_tokens=3)
+        assert list(outputs) == ["req_0", "req_1", "req_2", "req_3"]
+        assert [output.prompt_ids for output in outputs.values()] == inputs
+
+
+def test_no_prompts_no_outputs(llama: PreTrainedModel) -> None:
+    assert chairlift.generate_batch(llama, []) == {}
+
+
+def test_a_label_in_flight_is_not_given_twice(manager: chairlift.ContinuousBatchingManager) -> None:
+    manager.add_request(PROMPT, "mine")
+    with pytest.raises(ValueError, match="'mine' is taken"):
+        manager.add_request(PROMPT, "mine")
+    assert manager.get_result("mine", timeout=30).request_id == "mine"
+    manager.add_request(PROMPT, "mine")
+    assert manager.get_result("mine", timeout=30).finish_reason == "length"
+
+
+def test_a_result_is_looked_up_by_its_label(manager: chairlift.ContinuousBatchingManager) -> None:
+    labels = [manager.add_request(PROMPT) for _ in range(5)]
+    for label in reversed(labels):
+        assert manager.get_result(label, timeout=30).request_id == label
+    with pytest.raises(KeyError, match=labels[0]):
+        manager.get_result(labels[0])
+    assert manager.get_result(timeout=0.01) is None
+
+
+def test_a_stream_brings_each_token_once_and_snapshots_stay_as_they_were(
+    manager: chairlift.ContinuousBatchingManager,
+) -> None:
+    label = manager.add_request(PROMPT, max_new_tokens=40, streaming=True)
+    seen = list(manager.request_id_iter(label))
+    assert [len(output.generated_tokens) for output in seen] == [*range(1, 41)]
+    assert all(output.generated_tokens == seen[-1].generated_tokens[: n + 1] for n, output in enumerate(seen))
+    assert [output.is_finished() for output in seen] == [False] * 39 + [True]
+
+
+def test_streams_of_several_readers_do_not_mix(manager: chairlift.ContinuousBatchingManager) -> None:
+    lengths: dict[str, list[int]] = {}
+
+    def read(label: str) -> None:
+        lengths[label] = [len(output.generated_tokens) for output in manager.request_id_iter(label)]
+
+    labels = [manager.add_request([5 + n] * 4, max_new_tokens=25, streaming=True) for n in range(3)]
+    readers = [threading.Thread(target=read, args=(label,)) for label in labels]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(60)
+    assert lengths == {label: [*range(1, 26)] for label in labels}
+
+
+def test_iterating_after_the_stop_hands_out_what_is_there(manager: chairlift.ContinuousBatchingManager) -> None:
+    labels = {manager.add_request(PROMPT) for _ in range(5)}
+    manager.stop()
+    assert {output.request_id for output in manager} == labels
+
+
+# ---------------------------------------------------------------------- ending
+
+
+def test_a_cancelled_request_ends_once_and_gives_its_blocks_back(manager: chairlift.ContinuousBatchingManager) -> None:
+    label = manager.add_request(PROMPT, max_new_tokens=10_000, streaming=True)
+    stream = manager.request_id_iter(label)
+    next(stream)
+    manager.cancel_request(label)
+    last = list(stream)[-1]
+    assert (last.finish_reason, last.status) == ("cancelled", chairlift.RequestStatus.CANCELLED)
+    assert manager.get_result(timeout=0.05) is None
+    stats = manager.stats()
+    assert (stats.cancelled, stats.free_blocks) == (1, stats.capacity)
+
+
+def test_cancelling_half_leaves_the_other_half_whole(llama: PreTrainedModel) -> None:
+    config = ContinuousBatchingConfig(page_size=4, num_blocks=40, max_batch_tokens=32)
+    with chairlift.continuous_batching_context_manager(llama, continuous_batching_config=config) as manager:
+        prompts = {manager.add_request([5 + n] * 6, max_new_tokens=12, eos_token_id=-1): [5 + n] * 6 for n in range(60)}
+        for label in list(prompts)[::2]:
+            manager.cancel_request(label)
+        outputs = [manager.get_result(label, timeout=60) for label in prompts]
+        reasons = Counter(output.finish_reason for output in outputs)
+        assert set(reasons) <= {"cancelled", "length"}
+        for output in outputs[1::2]:
+            assert output.generated_tokens == reference(llama, output.prompt_ids, 12)[0]
+        stats = manager.stats()
+        assert stats.free_blocks == stats.capacity
+
+
+def test_a_graceful_stop_finishes_what_was_submitted(manager: chairlift.ContinuousBatchingManager) -> None:
+    labels = [manager.add_request(PROMPT) for _ in range(20)]
+    manager.stop()
+    assert not manager.is_running()
+    assert {manager.get_result(label).finish_reason for label in labels} == {"length"}
+    with pytest.raises(chairlift.EngineClosed, match="stopped"):
+        manager.add_request(PROMPT)
+
+
+def test_a_hard_stop_ends_every_request_once(manager: chairlift.ContinuousBatchingManager) -> None:
+    labels = [manager.add_request(PROMPT, max_new_tokens=100_000) for _ in range(40)]
+    manager.stop(hard_stop=True)
+    outputs = [manager.get_result(label) for label in labels]
+    assert {output.finish_reason for output in outputs} <= {"error", "length"}
+    assert any("hard_stop" in (output.error or "") for output in outputs)
+    assert manager.get_result(timeout=0.01) is None
+
+
+def test_it_can_be_started_again_until_it_is_destroyed(manager: chairlift.ContinuousBatchingManager) -> None:
+    manager.stop()
+    manager.start()
+    assert manager.get_result(manager.add_request(PROMPT), timeout=30).finish_reason == "length"
+    manager.destroy()
+    manager.destroy()
+    with pytest.raises(RuntimeError, match="destroyed"):
+        manager.start()
+
+
+def test_a_failing_forward_fails_its_rows_and_the_loop_goes_on(
+    manager: chairlift.ContinuousBatchingManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Runner.run
+
+    def failing(self: Runner, step: object) -> None:
+        monkeypatch.setattr(Runner, "run", run)
+        raise MemoryError("no room for this step")
+
+    monkeypatch.setattr(Runner, "run", failing)
+    failed = manager.get_result(manager.add_request(PROMPT), timeout=30)
+    assert (failed.finish_reason, failed.status) == ("error", chairlift.RequestStatus.FAILED)
+    assert "MemoryError: no room for this step" in failed.error
+    assert manager.get_result(manager.add_request(PROMPT), timeout=30).error is None
+    assert manager.stats().abandoned_steps == 1
+
+
+def test_a_dead_loop_tells_everybody_why_at_once(
+    manager: chairlift.ContinuousBatchingManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fault(BaseException):
+        pass
+
+    def dying(self: Runner, step: object) -> None:
+        raise Fault("the device is gone")
+
+    monkeypatch.setattr(Runner, "run", dying)
+    label = manager.add_request(PROMPT)
+    output = manager.get_result(label, timeout=30)
+    assert "the device is gone" in output.error
+    start = time.perf_counter()
+    for call in (
+        lambda: manager.add_request(PROMPT),
+        lambda: manager.get_result(timeout=30),
+        lambda: manager.get_result(),
+        manager.start,
+    ):
+        with pytest.raises(RuntimeError) as raised:
+            call()
+        assert isinstance(raised.value.__cause__, Fault)
+    assert time.perf_counter() - start < 5
+    manager.stop()
+
+
+def test_a_full_queue_refuses_at_once(llama: PreTrainedModel) -> None:
+    config = ContinuousBatchingConfig(**SMALL, max_queue_size=2)
+    manager = chairlift.init_continuous_batching(llama, GenerationConfig(max_new_tokens=2), config)
+    manager._engine.reopen()  # nothing takes from the queue while the loop is not started
+    manager.add_request(PROMPT)
+    manager.add_request(PROMPT)
+    with pytest.raises(chairlift.QueueFull, match="2 requests wait already"):
+        manager.add_request(PROMPT)
+    manager.start()
+    assert {manager.get_result(timeout=30).finish_reason for _ in range(2)} == {"length"}
+    manager.destroy()
+
+
+def test_a_process_ends_while_a_manager_runs() -> None:
+    program = """
+import sys; sys.path.insert(0, sys.argv[1])
+import chairlift
+from tiny_models import tiny_model
+manager = chairlift.init_continuous_batching(tiny_model("llama"))
+manager.start()
+manager.add_request([5, 6, 7], max_new_tokens=100)
+print("left running")
+"""
+    folder = str(__import__("pathlib").Path(__file__).parent)
+    ended = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "left running\n"), ended.stderr
+
+
+# --------------------------------------------------------------------- install
+
+
+def test_install_gives_every_model_the_entry_points_and_uninstall_takes_them_back(llama: PreTrainedModel) -> None:
+    names = ("generate_batch", "continuous_batching_context_manager", "init_continuous_batching")
+    theirs = [getattr(type(llama), name) for name in names]
+    chairlift.install()
+    chairlift.install()
+    try:
+        outputs = llama.generate_batch(inputs=[PROMPT], generation_config=GenerationConfig(max_new_tokens=4))
+        assert isinstance(outputs["req_0"], chairlift.GenerationOutput)
+        manager = llama.init_continuous_batching()
+        assert isinstance(manager, chairlift.ContinuousBatchingManager)
+        with llama.continuous_batching_context_manager(GenerationConfig(max_new_tokens=2)) as manager:
+            manager.add_request(PROMPT)
+            assert len(manager.get_result(timeout=30).generated_tokens) == 2
+        padded = torch.tensor([[0, 0, *PROMPT], [9, *PROMPT, 9]])
+        mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+        expected = [reference(llama, prompt, 3)[0] for prompt in (PROMPT, [9, *PROMPT, 9])]
+        for prompt, tokens in zip(([PROMPT], [[9, *PROMPT, 9]]), expected, strict=True):
+            ids = llama.generate(torch.tensor(prompt), cache_implementation="paged", max_new_tokens=3)
+            assert ids[0, 0].tolist() == prompt[0] + tokens
+        outputs = chairlift.generate_batch(
+            llama, padded.tolist(), attention_mask=mask, cache_implementation="paged", max_new_tokens=3
+        )
+        assert [output.generated_tokens for output in outputs.values()] == expected
+    finally:
+        chairlift.uninstall()
+    assert [getattr(type(llama), name) for name in names] == theirs
+
+
+def test_their_config_objects_are_accepted(llama: PreTrainedModel) -> None:
+    from transformers.generation import ContinuousBatchingConfig as Theirs
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        manager = chairlift.init_continuous_batching(
+            llama, continuous_batching_config=Theirs(page_size=8, num_blocks=9)
+        )
+    assert (manager.config.page_size, manager.config.num_blocks) == (8, 9)
+
+
+def test_what_was_chosen_can_be_read_back(llama: PreTrainedModel) -> None:
+    manager = chairlift.init_continuous_batching(
+        llama, workload_hints=chairlift.WorkloadHints(max_prompt_length=100, max_generated_length=50, num_requests=3)
+    )
+    config = manager.config
+    assert (config.page_size, config.num_blocks, config.max_requests_per_batch) == (256, 3, 3)
+    assert (config.max_batch_tokens, config.safety_margin, config.max_memory_percent) == (8192, 0.15, 0.6)
+    assert (config.use_cuda_graph, config.use_async_batching) == ((False, False), False)
+    assert isinstance(config.seed, int)
+    description = manager.describe()
+    assert "768 tokens" in description
+    assert "LlamaForCausalLM" in description

@@ -1,0 +1,132 @@
+"""Draws follow the distribution that was asked for, and depend on nothing but the request."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GenerationConfig, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+import chairlift
+from chairlift.engine.inputs import SamplingTable
+from chairlift.sampling.draw import choose, gumbel, warp
+
+
+def table(temperature: float, top_k: int, top_p: float, rows: int = 1) -> SamplingTable:
+    return SamplingTable(
+        torch.ones(rows, dtype=torch.bool),
+        torch.full((rows,), temperature),
+        torch.full((rows,), top_k),
+        torch.full((rows,), top_p),
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    temperature=st.floats(0.1, 5.0),
+    top_k=st.integers(0, 60),
+    top_p=st.floats(0.05, 1.0),
+)
+def test_warping_is_that_of_generate(seed: int, temperature: float, top_k: int, top_p: float) -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(seed)) * 3
+    expected = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if top_p < 1.0:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    warped = warp(logits, table(temperature, top_k, top_p, 3), torch.arange(3))
+    kept, expected_kept = warped.isfinite(), expected.isfinite()
+    # At the very edge of top-p the two sums may round to either side: one token.
+    assert (kept != expected_kept).sum(dim=1).max() <= (1 if top_p < 1 else 0)
+    both = kept & expected_kept
+    assert torch.allclose(warped[both], expected[both])
+
+
+def test_draws_have_the_probabilities_of_the_softmax() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5]])
+    count = 40_000
+    draws = torch.stack([torch.full((count,), 77), torch.zeros(count, dtype=torch.int64), torch.arange(count)], dim=1)
+    tokens, _ = choose(
+        logits.expand(count, -1), table(1.0, 0, 1.0), torch.zeros(count, dtype=torch.int64), draws.int(), logprobs=False
+    )
+    counts = torch.bincount(tokens, minlength=5).double() / count
+    probabilities = torch.softmax(logits[0].double(), dim=-1)
+    # Five standard deviations.
+    assert ((counts - probabilities).abs() < 5 * (probabilities * (1 - probabilities) / count).sqrt()).all()
+
+
+def test_gumbel_variables_have_gumbels_mean_and_variance() -> None:
+    noise = gumbel(torch.tensor([[1, 2, 3], [1, 2, 4]], dtype=torch.int32), 200_000).double()
+    assert noise.isfinite().all()
+    assert noise.mean() == pytest.approx(0.5772, abs=0.01)
+    assert noise.var() == pytest.approx(math.pi**2 / 6, rel=0.01)
+    assert torch.corrcoef(noise)[0, 1].abs() < 0.01
+
+
+def test_a_draw_depends_on_key_position_and_token_alone() -> None:
+    one = gumbel(torch.tensor([[5, 6, 7]], dtype=torch.int32), 50)
+    among = gumbel(torch.tensor([[1, 1, 1], [5, 6, 7], [5, 6, 8], [5, 7, 7]], dtype=torch.int32), 80)
+    assert torch.equal(one[0], among[1, :50])
+    assert not torch.equal(one[0], among[2, :50])
+    assert not torch.equal(one[0], among[3, :50])
+
+
+def test_logprobs_are_of_the_distribution_drawn_from() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    tokens, logprobs = choose(logits, table(2.0, 2, 1.0), torch.tensor([0]), torch.tensor([[1, 1, 1]]), logprobs=True)
+    expected = torch.log_softmax(torch.tensor([1.0, 0.5]), dim=0)
+    assert logprobs is not None
+    assert logprobs[0] == pytest.approx(float(expected[tokens[0]]))
+
+
+def test_greedy_rows_stay_greedy_beside_drawn_ones() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0]] * 2)
+    mixed = SamplingTable(torch.tensor([False, True]), torch.tensor([1.0, 50.0]), torch.zeros(2).long(), torch.ones(2))
+    draws = torch.tensor([[1, 2, n] for n in range(2)])
+    tokens = Counter()
+    for n in range(200):
+        draws[:, 2] = n
+        chosen, _ = choose(logits, mixed, torch.tensor([0, 1]), draws, logprobs=False)
+        assert chosen[0] == 1
+        tokens[int(chosen[1])] += 1
+    assert len(tokens) == 3
+    assert torch.equal(logits, torch.tensor([[0.0, 3.0, 1.0]] * 2)), "the model's logits were written to"
+
+
+SAMPLED = GenerationConfig(max_new_tokens=20, do_sample=True, temperature=1.3, top_k=0, eos_token_id=-1)
+
+
+def sampled(model: PreTrainedModel, inputs: list[list[int]], **config: object) -> list[list[int]]:
+    settings = chairlift.ContinuousBatchingConfig(**{"page_size": 4, "num_blocks": 64, "seed": 7, **config})
+    return [o.generated_tokens for o in chairlift.generate_batch(model, inputs, SAMPLED, settings).values()]
+
+
+def test_the_same_seed_gives_the_same_tokens_whatever_the_batch(llama: PreTrainedModel) -> None:
+    inputs = [[5, 6, 7], [8] * 11, [9, 10], [5, 6, 7]]
+    expected = sampled(llama, inputs, max_batch_tokens=64)
+    assert expected == sampled(llama, inputs, max_batch_tokens=3)
+    assert expected == sampled(llama, inputs, max_batch_tokens=64, num_blocks=12, safety_margin=0.0)
+    assert expected[:2] == sampled(llama, inputs[:2], max_batch_tokens=64)
+    assert expected != sampled(llama, inputs, max_batch_tokens=64, seed=8)
+    assert expected[0] != expected[3], "two requests of one prompt drew the same"
+
+
+def test_top_k_of_one_is_greedy(llama: PreTrainedModel) -> None:
+    greedy = chairlift.generate_batch(llama, [[5, 6, 7]], max_new_tokens=8, do_sample=False)
+    drawn = chairlift.generate_batch(llama, [[5, 6, 7]], max_new_tokens=8, do_sample=True, top_k=1)
+    assert greedy["req_0"].generated_tokens == drawn["req_0"].generated_tokens
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("temperature", -1.0), ("temperature", 0.0), ("top_p", 0.0), ("top_k", -1)]
+)
+def test_values_out_of_bounds_are_refused(llama: PreTrainedModel, field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=field):
+        chairlift.generate_batch(llama, [[5, 6, 7]], max_new_tokens=2, do_sample=True, **{field: value})
+
+
+def test_an_integer_temperature_is_a_temperature(llama: PreTrainedModel) -> None:
+    assert len(chairlift.generate_batch(llama, [[5]], max_new_tokens=2, do_sample=True, temperature=1)) == 1
