@@ -760,21 +760,6 @@ class TestEnv:
         monkeypatch.setitem(sys.modules, "chairlift.attention", Attention())  # type: ignore[arg-type]
         assert environment.attention_backends() == [("flash_attention_2", False, "needs CUDA")]
 
-    def test_the_tightest_memory_limit_of_all_levels_counts(self, tmp_path: Path) -> None:
-        own = tmp_path / "own"
-        own.write_text("0::/slice/unit\n")
-        for folder, limit, used in (("slice", "100", "70"), ("slice/unit", "max", "60")):
-            (tmp_path / folder).mkdir()
-            (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
-            (tmp_path / folder / "memory.current").write_text(f"{used}\n")
-        assert environment.cgroup_memory(tmp_path, own) == (100, 70)
-        own.write_text("4:memory:/job\n3:cpu:/\n")
-        (tmp_path / "memory").mkdir()
-        (tmp_path / "memory" / "memory.limit_in_bytes").write_text("50\n")
-        (tmp_path / "memory" / "memory.usage_in_bytes").write_text("20\n")
-        assert environment.cgroup_memory(tmp_path, own) == (50, 20)
-        assert environment.cgroup_memory(tmp_path, tmp_path / "none") is None
-
 
 @pytest.mark.smollm2
 def test_the_demo_killed_midway_and_resumed_equals_an_undisturbed_run(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from transformers.generation import ContinuousBatchingConfig as Theirs
 
 from chairlift import ContinuousBatchingConfig, WorkloadHints
 from chairlift.engine.cache import geometry_of
-from chairlift.engine.memory import BatchCost, cgroup_memory, resolve
+from chairlift.engine.free_memory import cgroup_memory
+from chairlift.engine.sizing import BatchCost, resolve
 from chairlift.probe import ModelFacts, learn
 from tiny_models import tiny_model
 

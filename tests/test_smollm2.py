@@ -115,7 +115,7 @@ def test_memory_stays_within_what_was_promised() -> None:
     ended = subprocess.run(program, capture_output=True, text=True, check=True, timeout=600)
     growth, pool, batch = map(float, ended.stdout.split())
     print(f"grew by {growth:.0f} MiB; pool {pool:.0f} MiB, a batch at most {batch:.0f} MiB")
-    assert 0.5 * pool < growth < 1.1 * (pool + batch)
+    assert growth < 1.1 * (pool + batch)
 
 
 def case_with_a_tie() -> OracleCase:

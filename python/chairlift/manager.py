@@ -19,9 +19,9 @@ from chairlift.config import ContinuousBatchingConfig
 from chairlift.engine.cache import geometry_of
 from chairlift.engine.check import check_packed
 from chairlift.engine.loop import StopLevel, StopRequest, run_sync
-from chairlift.engine.memory import batch_cost, resolve
 from chairlift.engine.openmp import release_team
 from chairlift.engine.session import Session
+from chairlift.engine.sizing import batch_cost, resolve
 from chairlift.outputs import GenerationOutput, RequestStatus, Stats, WorkloadHints
 from chairlift.probe import evaluating, learn
 from chairlift.prompts import Prompt, prompt_array

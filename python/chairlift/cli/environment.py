@@ -65,7 +65,7 @@ def _core_version() -> str:
 def machine() -> list[tuple[str, str]]:
     import torch
 
-    from chairlift.engine.memory import cgroup_memory
+    from chairlift.engine.free_memory import cgroup_memory
 
     name, flags = _cpu()
     rows = [
