@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
 
     @classmethod
     def of(cls, word: str, error: Exception) -> Outcome:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()).split(" cannot be served: ")[-1] or type(error).__name__
         if word == FAILED:
             reason = f"{type(error).__name__}: {reason}"
         return cls(word, reason if len(reason) <= REASON_CHARS else reason[: REASON_CHARS - 3] + "...")
