@@ -124,7 +124,7 @@ def test_every_request_ends_once_with_its_own_tokens(
     while device.step():
         pass
     ended = set()
-    while (event := device.engine.take_next(0)) is not None:
+    while (event := device.engine.take_next()) is not None:
         assert event.finish_reason is not None
         assert event.request not in ended
         ended.add(event.request)
@@ -156,6 +156,10 @@ def test_buffers_of_another_kind_are_refused() -> None:
             device.engine.bind_slot(0, wrong, *good[1:])
     with pytest.raises(ValueError, match="slot is 2"):
         device.engine.bind_slot(2, *good)
+    shared = np.zeros(device.engine.arena_capacity + 1, np.int32)
+    for wrong in ((shared[:-1], shared[-3:], good[2]), (good[0], good[1].copy(), good[2].copy())):
+        with pytest.raises(ValueError, match="overlap"):
+            device.engine.bind_slot(1, *wrong)
 
 
 def test_a_short_arena_and_a_misused_slot_are_errors_that_change_nothing() -> None:
@@ -163,7 +167,7 @@ def test_a_short_arena_and_a_misused_slot_are_errors_that_change_nothing() -> No
     device.engine.submit(np.array([1, 2, 3]), max_new_tokens=1)
     with pytest.raises(RuntimeError, match="bind_slot"):
         device.engine.advance(None, 1, 0.0)
-    device.engine.bind_slot(1, np.zeros(3, np.int32), device.tokens, device.logprobs)
+    device.engine.bind_slot(1, np.zeros(3, np.int32), device.tokens.copy(), device.logprobs.copy())
     with pytest.raises(RuntimeError, match="arena of slot B has 3 elements, the step needs"):
         device.engine.advance(None, 1, 0.0)
     with pytest.raises(RuntimeError, match="no step to commit"):
@@ -172,7 +176,7 @@ def test_a_short_arena_and_a_misused_slot_are_errors_that_change_nothing() -> No
         device.engine.abandon(0, 0.0)
     while device.step():
         pass
-    assert device.engine.take_next(0).tokens == answer([1, 2, 3], 1)
+    assert device.engine.take_next().tokens == answer([1, 2, 3], 1)
 
 
 def test_a_sampled_token_outside_the_vocabulary_fails_that_request_alone() -> None:
@@ -180,9 +184,11 @@ def test_a_sampled_token_outside_the_vocabulary_fails_that_request_alone() -> No
     for _ in range(2):
         device.engine.submit(np.array([1, 2, 3]), max_new_tokens=1)
     assert device.engine.advance(None, 0, 0.0) is not None
+    with pytest.raises(RuntimeError, match="in flight"):
+        device.engine.bind_slot(0, device.arena, device.tokens, device.logprobs)
     device.tokens[:] = (VOCAB, 7)
     device.engine.advance(0, None, 1.0)
-    first, second = (device.engine.take_next(0) for _ in range(2))
+    first, second = (device.engine.take_next() for _ in range(2))
     assert (first.finish_reason, second.finish_reason) == ("error", "length")
     assert f"token {VOCAB} is outside the vocabulary" in first.error
     assert second.tokens == [7]

@@ -31,7 +31,7 @@ def resolved(
     config = ContinuousBatchingConfig(**fields)
     geometry = geometry_of(facts.calls, config.page_size)
     cost = cost or BatchCost(1000, 1000, 0)
-    return resolve(config, hints or WorkloadHints(), facts, geometry, cost, free_bytes=free)
+    return resolve(config, hints or WorkloadHints(), facts, geometry, cost, attention="torch", free_bytes=free)
 
 
 def test_every_field_of_theirs_is_a_field_of_ours() -> None:
@@ -70,7 +70,7 @@ def test_a_value_out_of_bounds_is_named_with_its_bound(field: str, value: object
         ("scheduler_type", "prefill_first"), ("max_blocks_per_request", 32), ("use_async_batching", True),
         ("use_cuda_graph", True), ("use_cuda_graph", (False, True)), ("q_padding_interval_size", 64),
         ("kv_padding_interval_size", 64), ("default_compile_level", 1), ("cpu_offload_space", 1.0),
-        ("cpu_offload_space", None), ("per_request_processors", True), ("varlen_compile_config", {}),
+        ("cpu_offload_space", None), ("varlen_compile_config", {}),
     ],
 )  # fmt: skip
 def test_what_is_not_served_yet_is_said(field: str, value: object) -> None:
@@ -120,6 +120,28 @@ def test_batches_shrink_to_what_memory_bears_but_not_below_256_tokens(facts: Mod
     assert resolved(facts, cost=BatchCost(1_000_000, 0, 0)).max_batch_tokens == 256
     assert resolved(facts, cost=cost, max_batch_tokens=2000).max_batch_tokens == 2000
     assert resolved(facts, max_batch_tokens=5).max_requests_per_batch == 5
+
+
+def test_more_requests_than_a_batch_holds_do_not_shrink_it(facts: ModelFacts) -> None:
+    cost = BatchCost(1000, 1_000_000, 0)
+    few, many = (WorkloadHints(num_requests=count) for count in (200, 100_000))
+    assert resolved(facts, few, cost=cost, free=GIB).max_batch_tokens == 8192
+    assert resolved(facts, many, cost=cost, free=GIB).max_batch_tokens == 256
+
+
+def test_a_resolved_config_can_be_used_again(facts: ModelFacts) -> None:
+    config = resolved(facts, page_size=16)
+    assert (config.attention, config.decode_fast_path, config.cuda_graphs) == ("torch", False, (False, False))
+    again = ContinuousBatchingConfig.of(config)
+    assert (again.num_blocks, again.max_batch_tokens, again.seed) == (
+        config.num_blocks,
+        config.max_batch_tokens,
+        config.seed,
+    )
+
+
+def test_lists_are_pairs_and_nothing_asked_is_nothing_refused() -> None:
+    ContinuousBatchingConfig(use_cuda_graph=[False, False], per_request_processors=True)
 
 
 def test_no_room_for_a_block_says_what_takes_it(facts: ModelFacts) -> None:

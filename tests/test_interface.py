@@ -65,6 +65,19 @@ def test_training_mode_is_off_for_the_session_and_back_afterwards() -> None:
     assert {name: module.training for name, module in model.named_modules()} == modes
 
 
+def test_two_managers_of_one_model_both_keep_it_in_evaluation_mode() -> None:
+    model = tiny_model("llama").train()
+    first, second = (chairlift.init_continuous_batching(model, continuous_batching_config=CONFIG) for _ in range(2))
+    first.start()
+    first.get_result(first.add_request([5], max_new_tokens=1))
+    second.start()
+    second.get_result(second.add_request([5], max_new_tokens=1))
+    first.stop()
+    assert not model.training
+    second.stop()
+    assert model.training
+
+
 def test_copies_of_a_model_with_a_live_manager_are_plain_models(llama: PreTrainedModel, tmp_path: Path) -> None:
     expected = logits(llama)
     with chairlift.continuous_batching_context_manager(llama, continuous_batching_config=CONFIG) as manager:
@@ -124,5 +137,10 @@ def test_autocast_of_the_creating_thread_is_carried_over(llama: PreTrainedModel)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert {call.kind.dtype for call in learn(llama).calls} <= {torch.bfloat16, torch.float32}
         output = chairlift.generate_batch(llama, [[5, 6, 7]], max_new_tokens=3)["req_0"]
+        manager = chairlift.init_continuous_batching(llama, continuous_batching_config=CONFIG)
     assert output.error is None
     assert len(output.generated_tokens) == 3
+    # Made under autocast, started outside: it runs as it was learned.
+    manager.start()
+    assert manager.get_result(manager.add_request([5, 6, 7], max_new_tokens=3)).error is None
+    manager.destroy()

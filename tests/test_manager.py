@@ -148,9 +148,10 @@ def test_a_penalty_of_the_models_own_config_is_not_ignored_either() -> None:
     with pytest.raises(ValueError, match=r"repetition_penalty=1\.5"):
         chairlift.generate_batch(model, [PROMPT], max_new_tokens=3)
     config = ContinuousBatchingConfig(drop_unsupported_processors=True)
-    with pytest.warns(UserWarning, match="repetition_penalty"):
+    with pytest.warns(UserWarning, match="repetition_penalty") as warned:
         output = chairlift.generate_batch(model, [PROMPT], continuous_batching_config=config, max_new_tokens=3)
     assert len(output["req_0"].generated_tokens) == 3
+    assert len([warning for warning in warned if "repetition_penalty" in str(warning.message)]) == 1
 
 
 def test_an_impossible_prompt_does_not_stop_the_others(llama: PreTrainedModel) -> None:
@@ -271,8 +272,92 @@ def test_a_graceful_stop_finishes_what_was_submitted(manager: chairlift.Continuo
     manager.stop()
     assert not manager.is_running()
     assert {manager.get_result(label).finish_reason for label in labels} == {"length"}
-    with pytest.raises(chairlift.EngineClosed, match="stopped"):
-        manager.add_request(PROMPT)
+
+
+def test_a_stopped_manager_refuses_with_a_warning_and_a_failed_output(
+    manager: chairlift.ContinuousBatchingManager,
+) -> None:
+    manager.stop()
+    late = manager.get_result(manager.add_request(PROMPT), timeout=5)
+    assert (late.finish_reason, late.status) == ("error", chairlift.RequestStatus.FAILED)
+    assert "stopped: call start()" in late.error
+    assert manager.get_result(timeout=5) is None
+
+
+@pytest.mark.parametrize("ending", ["stop", "destroy"])
+def test_requests_of_a_manager_that_is_never_started_end_too(llama: PreTrainedModel, ending: str) -> None:
+    manager = chairlift.init_continuous_batching(llama, continuous_batching_config=ContinuousBatchingConfig(**SMALL))
+    label = manager.add_request(PROMPT)
+    getattr(manager, ending)()
+    assert manager.get_result(label).finish_reason == "error"
+
+
+def test_a_start_waits_for_the_stop_before_it(manager: chairlift.ContinuousBatchingManager) -> None:
+    first = manager.add_request(PROMPT, max_new_tokens=50)
+    manager.stop(block=False)
+    manager.start()
+    assert manager.is_running()
+    assert len(manager.get_result(first).generated_tokens) == 50
+    assert manager.get_result(manager.add_request(PROMPT), timeout=30).finish_reason == "length"
+
+
+def test_readers_are_told_even_when_the_ending_itself_fails(
+    manager: chairlift.ContinuousBatchingManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def __init__(self, engine: object) -> None:
+            self.engine = engine
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.engine, name)
+
+        def fail_all(self, *args: object) -> None:
+            raise RuntimeError("the books are broken")
+
+    class Fault(BaseException):
+        pass
+
+    def dying(self: Runner, step: object) -> None:
+        raise Fault("the device is gone")
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(Runner, "run", dying)
+    monkeypatch.setattr(manager, "_engine", Broken(manager._engine))
+    label = manager.add_request(PROMPT)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        manager.get_result(label, timeout=30)
+    monkeypatch.undo()
+
+
+def test_requests_may_come_before_the_start(llama: PreTrainedModel) -> None:
+    manager = chairlift.init_continuous_batching(
+        llama, GenerationConfig(max_new_tokens=2), ContinuousBatchingConfig(**SMALL)
+    )
+    label = manager.add_request(PROMPT)
+    assert manager.get_result() is None
+    manager.start()
+    assert manager.get_result(label, timeout=30).finish_reason == "length"
+    manager.destroy()
+
+
+def test_of_two_readers_of_one_request_one_gets_it_and_the_other_is_told(
+    manager: chairlift.ContinuousBatchingManager,
+) -> None:
+    label = manager.add_request(PROMPT, max_new_tokens=60)
+    got: list[object] = []
+
+    def read() -> None:
+        try:
+            got.append(manager.get_result(label))
+        except KeyError as error:
+            got.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(30)
+    assert sorted(type(item).__name__ for item in got) == ["GenerationOutput", "KeyError"]
 
 
 def test_a_hard_stop_ends_every_request_once(manager: chairlift.ContinuousBatchingManager) -> None:
@@ -341,7 +426,6 @@ def test_a_dead_loop_tells_everybody_why_at_once(
 def test_a_full_queue_refuses_at_once(llama: PreTrainedModel) -> None:
     config = ContinuousBatchingConfig(**SMALL, max_queue_size=2)
     manager = chairlift.init_continuous_batching(llama, GenerationConfig(max_new_tokens=2), config)
-    manager._engine.reopen()  # nothing takes from the queue while the loop is not started
     manager.add_request(PROMPT)
     manager.add_request(PROMPT)
     with pytest.raises(chairlift.QueueFull, match="2 requests wait already"):
@@ -349,6 +433,64 @@ def test_a_full_queue_refuses_at_once(llama: PreTrainedModel) -> None:
     manager.start()
     assert {manager.get_result(timeout=30).finish_reason for _ in range(2)} == {"length"}
     manager.destroy()
+
+
+def test_a_dead_loop_is_an_error_of_generate_batch(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fault(BaseException):
+        pass
+
+    def dying(self: Runner, step: object) -> None:
+        raise Fault("the device is gone")
+
+    monkeypatch.setattr(Runner, "run", dying)
+    with pytest.raises(RuntimeError) as raised:
+        chairlift.generate_batch(llama, [PROMPT] * 3, max_new_tokens=2)
+    assert isinstance(raised.value.__cause__, Fault)
+
+
+def test_generate_batch_fills_a_bounded_queue_as_it_drains(llama: PreTrainedModel) -> None:
+    config = ContinuousBatchingConfig(**SMALL, max_queue_size=4)
+    outputs = chairlift.generate_batch(llama, [PROMPT] * 50, continuous_batching_config=config, max_new_tokens=2)
+    assert list(outputs) == [f"req_{n}" for n in range(50)]
+    assert {output.finish_reason for output in outputs.values()} == {"length"}
+
+
+def test_many_requests_join_a_bounded_queue_all_or_none(llama: PreTrainedModel) -> None:
+    config = ContinuousBatchingConfig(**SMALL, max_queue_size=4)
+    manager = chairlift.init_continuous_batching(llama, continuous_batching_config=config)
+    manager.add_request(PROMPT)
+    with pytest.raises(chairlift.QueueFull, match="4 requests are more than the 3"):
+        manager.add_requests([PROMPT] * 4)
+    assert manager._engine.queued == 1
+    assert len(manager.add_requests([PROMPT] * 3)) == 3
+    manager.destroy()
+
+
+def test_a_reader_of_one_request_comes_before_the_common_queue(manager: chairlift.ContinuousBatchingManager) -> None:
+    stop = threading.Event()
+    others: list[str] = []
+
+    def common() -> None:
+        while not stop.is_set():
+            output = manager.get_result(timeout=0.01)
+            if output is not None:
+                others.append(output.request_id)
+
+    readers = [threading.Thread(target=common) for _ in range(2)]
+    stream = manager.request_id_iter(manager.add_request(PROMPT, "mine", max_new_tokens=80, streaming=True))
+    first = next(stream)
+    for reader in readers:
+        reader.start()
+    for n in range(10):
+        manager.add_request(PROMPT, f"other_{n}", streaming=True)
+    lengths = [len(first.generated_tokens), *(len(output.generated_tokens) for output in stream)]
+    while len(others) < 60:
+        time.sleep(0.01)
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert lengths == [*range(1, 81)]
+    assert Counter(others) == {f"other_{n}": 6 for n in range(10)}
 
 
 def test_a_process_ends_while_a_manager_runs() -> None:
@@ -406,6 +548,17 @@ def test_their_config_objects_are_accepted(llama: PreTrainedModel) -> None:
             llama, continuous_batching_config=Theirs(page_size=8, num_blocks=9)
         )
     assert (manager.config.page_size, manager.config.num_blocks) == (8, 9)
+
+
+def test_a_config_on_the_generation_config_is_used_and_deprecated(llama: PreTrainedModel) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        carrier = GenerationConfig(continuous_batching_config=ContinuousBatchingConfig(page_size=8, num_blocks=9))
+    with pytest.warns(FutureWarning, match="continuous_batching_config"):
+        manager = chairlift.init_continuous_batching(llama, carrier)
+    assert manager.config.page_size == 8
+    explicit = chairlift.init_continuous_batching(llama, carrier, ContinuousBatchingConfig(**SMALL))
+    assert explicit.config.page_size == 4
 
 
 def test_what_was_chosen_can_be_read_back(llama: PreTrainedModel) -> None:

@@ -1,6 +1,7 @@
 """Tokens equal `generate`'s, whatever the chunks, the pool and the neighbours."""
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -29,9 +30,7 @@ def assert_equals_generate(
 
 @pytest.mark.parametrize("page_size", [4, 7, 64])
 @pytest.mark.parametrize("max_batch_tokens", [3, 5, 64])
-def test_chunks_and_pages_of_any_size(
-    llama: PreTrainedModel, checked_steps: list[int], page_size: int, max_batch_tokens: int
-) -> None:
+def test_chunks_and_pages_of_any_size(llama: PreTrainedModel, page_size: int, max_batch_tokens: int) -> None:
     inputs = prompts([1, 2, 3, 4, 5, 8, 17, 33])
     config = chairlift.ContinuousBatchingConfig(
         page_size=page_size, num_blocks=-(-400 // page_size), max_batch_tokens=max_batch_tokens
@@ -41,9 +40,7 @@ def test_chunks_and_pages_of_any_size(
 
 
 @pytest.mark.parametrize("num_blocks", [8, 12, 16, 20])
-def test_a_pool_too_small_for_all_resets_victims_and_loses_nothing(
-    llama: PreTrainedModel, checked_steps: list[int], num_blocks: int
-) -> None:
+def test_a_pool_too_small_for_all_resets_victims_and_loses_nothing(llama: PreTrainedModel, num_blocks: int) -> None:
     inputs = prompts([6, 6, 6, 6, 6])
     manager = chairlift.init_continuous_batching(
         llama,
@@ -65,7 +62,7 @@ def test_a_pool_too_small_for_all_resets_victims_and_loses_nothing(
     assert stats.free_blocks == stats.capacity
 
 
-def test_half_loaded_prompts_do_not_block_each_other(llama: PreTrainedModel, checked_steps: list[int]) -> None:
+def test_half_loaded_prompts_do_not_block_each_other(llama: PreTrainedModel) -> None:
     inputs = prompts([40, 40, 38])
     for num_blocks in (11, 12, 14):
         config = chairlift.ContinuousBatchingConfig(page_size=4, num_blocks=num_blocks, max_batch_tokens=8)
@@ -144,3 +141,62 @@ def test_a_layer_may_call_twice() -> None:
 def test_k_and_v_may_differ_in_size() -> None:
     (kind,) = {call.kind for call in learn(tiny_model("deepseek_v3")).calls}
     assert kind.head_size != kind.head_size_v
+
+
+def test_an_expert_that_gets_every_token_is_no_table_of_positions() -> None:
+    model = tiny_model("mixtral", num_local_experts=1, num_experts_per_tok=1)
+    assert learn(model).max_positions is None
+
+
+def test_a_window_as_long_as_the_limit_bounds_a_sequence() -> None:
+    model = tiny_model("mistral", window=24, max_position_embeddings=24)
+    assert learn(model).max_positions == 24
+    (prompt,) = prompts([20])
+    output = chairlift.generate_batch(model, [prompt], max_new_tokens=30)["req_0"]
+    assert (output.finish_reason, len(output.generated_tokens)) == ("length", 4)
+    assert output.generated_tokens == reference(model, prompt, 4)[0]
+
+
+def test_a_bound_beyond_everything_is_no_bound(llama: PreTrainedModel) -> None:
+    config = chairlift.ContinuousBatchingConfig(page_size=4, num_blocks=8)
+    output = chairlift.generate_batch(
+        llama, [[5, 6, 7]], continuous_batching_config=config, max_new_tokens=10**30, eos_token_id=-1
+    )["req_0"]
+    assert len(output.generated_tokens) == 32 - 3
+
+
+def test_a_request_full_of_nan_leaves_no_trace_in_the_blocks_it_had() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[50] = float("nan")
+    inputs = [[token % 50 for token in prompt] for prompt in prompts([5, 6, 9, 10, 11, 17])]
+    config = chairlift.ContinuousBatchingConfig(page_size=4, num_blocks=24, max_batch_tokens=16)
+    with chairlift.continuous_batching_context_manager(model, continuous_batching_config=config) as manager:
+        manager.get_result(manager.add_request([50] * 90, max_new_tokens=2))
+        labels = manager.add_requests(inputs, max_new_tokens=9)
+        outputs = {label: manager.get_result(label) for label in labels}
+    assert_equals_generate(model, inputs, outputs, 9)
+
+
+def test_attention_with_a_softcap_in_slices_is_attention() -> None:
+    from chairlift.attention import cpu
+    from chairlift.attention.plain import causal_visibility, scores_attention
+
+    query, key, value = torch.randn(1, 4, 30, 8), torch.randn(1, 2, 70, 8), torch.randn(1, 2, 70, 8)
+    for softcap in (None, 5.0):
+        expected = scores_attention(
+            query, key, value, scale=0.3, visible=causal_visibility(30, 70, query.device), softcap=softcap
+        )
+        for scores in (1, 2000, 1 << 22):
+            out = torch.full((30, 4, 8), float("nan"))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(cpu, "SCORES", scores)
+                cpu._Form(0.3, softcap, None).prefill(query, key, value, out)
+            assert torch.allclose(out, expected[0].transpose(0, 1), atol=1e-5)
+
+
+def test_learning_a_model_leaves_nothing_behind(llama: PreTrainedModel) -> None:
+    learn(llama)
+    before = len(weakref.finalize._registry)
+    learn(llama)
+    assert len(weakref.finalize._registry) == before

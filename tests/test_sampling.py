@@ -11,7 +11,8 @@ from transformers import GenerationConfig, PreTrainedModel, TemperatureLogitsWar
 
 import chairlift
 from chairlift.engine.inputs import SamplingTable
-from chairlift.sampling.draw import choose, gumbel, warp
+from chairlift.sampling.draw import choose, gumbel, scratch_bytes, warp
+from chairlift.watch import ForwardWatch
 
 
 def table(temperature: float, top_k: int, top_p: float, rows: int = 1) -> SamplingTable:
@@ -114,18 +115,46 @@ def test_the_same_seed_gives_the_same_tokens_whatever_the_batch(llama: PreTraine
     assert expected[0] != expected[3], "two requests of one prompt drew the same"
 
 
-def test_top_k_of_one_is_greedy(llama: PreTrainedModel) -> None:
-    greedy = chairlift.generate_batch(llama, [[5, 6, 7]], max_new_tokens=8, do_sample=False)
-    drawn = chairlift.generate_batch(llama, [[5, 6, 7]], max_new_tokens=8, do_sample=True, top_k=1)
-    assert greedy["req_0"].generated_tokens == drawn["req_0"].generated_tokens
-
-
 @pytest.mark.parametrize(
-    ("field", "value"), [("temperature", -1.0), ("temperature", 0.0), ("top_p", 0.0), ("top_k", -1)]
+    ("field", "value"), [("temperature", -1.0), ("temperature", 0.0), ("top_p", 1.5), ("top_k", -1)]
 )
 def test_values_out_of_bounds_are_refused(llama: PreTrainedModel, field: str, value: float) -> None:
     with pytest.raises(ValueError, match=field):
         chairlift.generate_batch(llama, [[5, 6, 7]], max_new_tokens=2, do_sample=True, **{field: value})
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 1}, {"top_p": 0.0}, {"top_k": 2**40, "top_p": 0.0}], ids=str)
+def test_the_narrowest_draw_is_greedy(llama: PreTrainedModel, fields: dict) -> None:
+    greedy = chairlift.generate_batch(llama, [[5, 6, 7]], max_new_tokens=8, do_sample=False)
+    drawn = chairlift.generate_batch(llama, [[5, 6, 7]], max_new_tokens=8, do_sample=True, **fields)
+    assert greedy["req_0"].generated_tokens == drawn["req_0"].generated_tokens
+
+
+def test_rows_in_slices_choose_what_each_chooses_alone() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(150, 40, generator=generator)
+    every = SamplingTable(
+        torch.arange(150) % 3 > 0, torch.rand(150, generator=generator) + 0.5, torch.arange(150) % 7, torch.rand(150)
+    )
+    draws = torch.randint(0, 2**31 - 1, (150, 3), generator=generator).int()
+    tokens, logprobs = choose(logits, every, torch.arange(150), draws, logprobs=True)
+    assert logprobs is not None
+    for row in range(150):
+        alone, logprob = choose(logits[row : row + 1], every, torch.tensor([row]), draws[row : row + 1], logprobs=True)
+        assert logprob is not None
+        assert int(alone) == int(tokens[row])
+        assert float(logprob) == pytest.approx(float(logprobs[row]), abs=1e-5)
+
+
+def test_sampling_takes_no_more_than_it_says() -> None:
+    rows, vocab_size = 200, 4000
+    logits = torch.randn(rows, vocab_size).bfloat16()
+    watch = ForwardWatch(torch.nn.Module(), torch.zeros(0))
+    with watch:
+        choose(
+            logits, table(1.5, 50, 0.9, rows), torch.arange(rows), torch.ones(rows, 3, dtype=torch.int32), logprobs=True
+        )
+    assert watch.peak_bytes <= scratch_bytes(vocab_size) + 100 * rows
 
 
 def test_an_integer_temperature_is_a_temperature(llama: PreTrainedModel) -> None:

@@ -85,7 +85,7 @@ class Sampling:
         """A draw after temperature, top-k (0: all) and top-p (1: all), in that order.
 
         Raises:
-            ValueError: `temperature` not above 0, or `top_p` not above 0 and at most 1.
+            ValueError: `temperature` not above 0, or `top_p` not between 0 (the most probable token only) and 1.
         """
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
@@ -136,8 +136,10 @@ class Event:
 
 @final
 class Engine:
-    """Scheduler, block manager and step planner. `advance`, `abandon` and `fail_all` belong to one thread; every other
-    method may be called from any."""
+    """Scheduler, block manager and step planner.
+
+    `advance`, `abandon`, `fail_all` and `refuse` wait for one another; the other methods never wait for a step.
+    """
 
     def __new__(cls, config: EngineConfig) -> Engine: ...
     @property
@@ -156,7 +158,8 @@ class Engine:
         for each sampled row of a step.
 
         Raises:
-            ValueError: The slot is not 0 or 1, or a buffer is of another shape.
+            ValueError: The slot is not 0 or 1, a buffer is of another shape, or buffers overlap.
+            RuntimeError: A step is in flight.
             BufferError: A buffer of another element type.
         """
     def advance(self, done: int | None, next: int | None, now: float) -> Step | None:
@@ -197,6 +200,8 @@ class Engine:
             QueueFull: The waiting queue is at its bound.
             EngineClosed: The engine takes no requests; the message tells why.
         """
+    def refuse(self, cause: str, now: float) -> int:
+        """Gives a request that cannot be taken an id and its terminal event, failed with that cause."""
     def cancel(self, request: int) -> None:
         """Asks for the end of a request. One that ended already is left alone."""
     def close_inbox(self, cause: str) -> None:
@@ -209,17 +214,25 @@ class Engine:
         """Waits for a message in the inbox or a `wake`; tells whether there was one."""
     def wake(self) -> None:
         """Ends a `wait_for_work`, now or the next one."""
-    def take_next(self, timeout_s: float | None = None) -> Event | None:
-        """The oldest event that nobody waits for by its request; None when none came in time.
+    def claim(self, request: int) -> None:
+        """Reserves the events of a request for `take_for`, until `unclaim` or its terminal event is taken."""
+    def unclaim(self, request: int) -> None:
+        """Ends one `claim`."""
+    def wait_for(self, request: int, timeout_s: float | None = None) -> bool:
+        """Waits for an event of a claimed request. True: there is one, or another reader took the last; False: none
+        came in time.
 
         Raises:
             EngineClosed: None is there and none will come.
         """
-    def take_for(self, request: int, timeout_s: float | None = None) -> Event | None:
-        """The oldest event of that request; None when none came in time.
-
-        Raises:
-            EngineClosed: None is there and none will come.
-        """
+    def wait_next(self, timeout_s: float | None = None) -> bool:
+        """Waits for an event that nobody claims; as `wait_for`."""
+    def take_for(self, request: int) -> Event | None:
+        """Takes the oldest event of that request, if there is one."""
+    def take_next(self) -> Event | None:
+        """Takes the oldest event that nobody claims, if there is one."""
+    @property
+    def queued(self) -> int:
+        """Requests submitted and not yet admitted for the first time."""
     def stats(self) -> dict[str, int]:
         """Counters and gauges, read without stopping the engine."""

@@ -9,6 +9,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
+from chairlift import _native
 from chairlift.config import ContinuousBatchingConfig
 from chairlift.manager import ContinuousBatchingManager
 from chairlift.outputs import GenerationOutput, WorkloadHints
@@ -20,7 +21,7 @@ _ENTRY_POINTS = ("generate_batch", "continuous_batching_context_manager", "init_
 
 def init_continuous_batching(
     model: PreTrainedModel,
-    generation_config: GenerationConfig | None = None,
+    generation_config: GenerationConfig | GenerationOptions | None = None,
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: WorkloadHints | None = None,
 ) -> ContinuousBatchingManager:
@@ -42,7 +43,7 @@ def init_continuous_batching(
 @contextmanager
 def continuous_batching_context_manager(
     model: PreTrainedModel,
-    generation_config: GenerationConfig | None = None,
+    generation_config: GenerationConfig | GenerationOptions | None = None,
     block: bool = True,
     timeout: float | None = None,
     continuous_batching_config: ContinuousBatchingConfig | None = None,
@@ -122,16 +123,15 @@ def generate_batch(
     for index, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"inputs[{index}]: the prompt is empty: a request needs at least one token")
-    config = _with_fields(generation_config, model, kwargs)
+    cb_config = ContinuousBatchingConfig.chosen(continuous_batching_config, generation_config, model)
+    options = GenerationOptions.resolve(
+        model, generation_config, drop_unsupported_processors=cb_config.drop_unsupported_processors, **kwargs
+    )
     if not prompts:
         return {}
-    cb_config = ContinuousBatchingConfig.of(continuous_batching_config)
-    options = GenerationOptions.resolve(
-        model, config, drop_unsupported_processors=cb_config.drop_unsupported_processors
-    )
     manager_cm = continuous_batching_context_manager(
         model,
-        config,
+        options,
         continuous_batching_config=cb_config,
         persistent_manager=persistent_manager,
         warmup=warmup,
@@ -140,33 +140,25 @@ def generate_batch(
     outputs: dict[str, GenerationOutput] = {}
     bar = tqdm(total=len(prompts), disable=not progress_bar, desc="Generating", unit="request")
     with bar, manager_cm as manager:
-        labels = manager.add_requests(prompts, record_timestamps=record_timestamps)
-        while len(outputs) < len(labels):
+
+        def collect() -> None:
             output = manager.get_result()
-            if output is None:
-                raise RuntimeError("the manager was stopped before every request ended")
+            if manager.fatal_error is not None or output is None:
+                raise RuntimeError("the loop ended before every request did") from manager.fatal_error
             outputs[output.request_id] = output
             bar.update()
+
+        labels = []
+        for prompt in manager.checked(prompts):
+            while True:
+                try:
+                    labels.append(manager.add_request(prompt, record_timestamps=record_timestamps))
+                    break
+                except _native.QueueFull:
+                    collect()
+        while len(outputs) < len(labels):
+            collect()
     return {label: outputs[label] for label in labels}
-
-
-def _with_fields(
-    generation_config: GenerationConfig | None, model: PreTrainedModel, fields: dict[str, Any]
-) -> GenerationConfig | None:
-    """A config with some fields set otherwise; the given one is left as it is."""
-    known = set(GenerationConfig().to_dict())
-    unknown = sorted(set(fields) - known)
-    if unknown:
-        raise TypeError(
-            f"generate_batch got unknown keyword {', '.join(map(repr, unknown))}: "
-            "it takes its own arguments and the fields of GenerationConfig"
-        )
-    if not fields:
-        return generation_config
-    if fields.get("max_new_tokens", 1) is None:
-        fields = {name: value for name, value in fields.items() if name != "max_new_tokens"}
-    base = generation_config if generation_config is not None else model.generation_config
-    return GenerationConfig.from_dict({**base.to_dict(), **fields})
 
 
 def _from_generate(inputs: Sequence[Prompt], arguments: dict[str, Any]) -> tuple[Sequence[Prompt], dict[str, Any]]:

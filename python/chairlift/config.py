@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import CompileConfig
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 
 MIN_PAGE_SIZE = 4
 DEFAULT_MAX_BATCH_TOKENS = 8192
@@ -48,7 +48,7 @@ class ContinuousBatchingConfig:
         cpu_offload_space: 0 here.
         cpu_offload_space_safety_threshold: Part of the free RAM that offloading may take, 0 to 1.
         max_queue_size: Bound on requests that wait to be admitted; 0: none. One more raises `QueueFull` at once.
-        per_request_processors: Accepted; False here.
+        per_request_processors: Accepted. Requests have no processors of their own yet, so it changes nothing.
         drop_unsupported_processors: Drop logits processors that are not served, with a warning, instead of refusing
             them.
         disable_nccl_graph_mixing: Accepted; there is no tensor parallelism here.
@@ -113,7 +113,8 @@ class ContinuousBatchingConfig:
         if config is None:
             return cls()
         names = {field.name for field in dataclasses.fields(cls)}
-        if not dataclasses.is_dataclass(config) or type(config).__name__ != cls.__name__:
+        alike = dataclasses.is_dataclass(config) and type(config).__name__ == cls.__name__
+        if not alike and not isinstance(config, cls):
             raise TypeError(
                 f"continuous_batching_config is a {type(config).__name__}, but must be a ContinuousBatchingConfig"
             )
@@ -124,10 +125,28 @@ class ContinuousBatchingConfig:
             # A deprecated field was settled (and said) when their object was made.
             for name in ("block_size", "use_default_compile_configs", "max_cached_graphs"):
                 values.pop(name, None)
+        else:
+            values = {name: value for name, value in values.items() if name in names}
         unknown = {name: value for name, value in values.items() if name not in names}
         if unknown:
             raise ValueError(f"fields of a newer transformers that are not served yet: {', '.join(sorted(unknown))}")
         return cls(**values)
+
+    @classmethod
+    def chosen(
+        cls, config: Any, generation_config: GenerationConfig | None, model: PreTrainedModel
+    ) -> "ContinuousBatchingConfig":
+        """The explicit config, else (deprecated) the one on a generation config, else the defaults.
+
+        Raises:
+            TypeError, ValueError: As `of`.
+        """
+        if config is None:
+            carrier = generation_config if generation_config is not None else model.generation_config
+            config = getattr(carrier, "continuous_batching_config", None)
+            if config is not None:
+                _deprecated("continuous_batching_config on a GenerationConfig", "pass it beside the generation config")
+        return cls.of(config)
 
     def validate(self) -> None:
         """Checks every bound, and refuses what is not served yet.
@@ -152,7 +171,7 @@ class ContinuousBatchingConfig:
         self._refuse_unserved()
 
     def _refuse_unserved(self) -> None:
-        graphs = self.use_cuda_graph if isinstance(self.use_cuda_graph, tuple) else (self.use_cuda_graph,)
+        graphs = self.use_cuda_graph if isinstance(self.use_cuda_graph, tuple | list) else (self.use_cuda_graph,)
         unserved = {
             "scheduler_type": (self.scheduler_type not in SAFETY_MARGINS, "must be 'fifo'"),
             "max_blocks_per_request": (bool(self.max_blocks_per_request), "must be None or 0"),
@@ -164,7 +183,6 @@ class ContinuousBatchingConfig:
             "decode_compile_config": (self.decode_compile_config is not None, "must be None"),
             "default_compile_level": (self.default_compile_level != 0, "must be 0"),
             "cpu_offload_space": (self.cpu_offload_space != 0, "must be 0"),
-            "per_request_processors": (self.per_request_processors, "must be False"),
         }
         for name, (asked, bound) in unserved.items():
             if asked:
@@ -192,9 +210,26 @@ class ContinuousBatchingConfig:
                 f"{name} is {value}, but must be {'above 0' if above_zero else 'at least 0'} and at most 1"
             )
 
-    def resolved(self, **values: Any) -> "ContinuousBatchingConfig":
-        """A copy with what was chosen for it."""
-        return dataclasses.replace(self, **values)
+
+@dataclass
+class ResolvedConfig(ContinuousBatchingConfig):
+    """A config with nothing left open, and what was chosen beside it.
+
+    Attributes:
+        attention: The attention backend.
+        decode_fast_path: Whether steps of decodes alone take a path of their own.
+        cuda_graphs: Whether steps are graphs: (varlen, decode).
+    """
+
+    attention: str = ""
+    decode_fast_path: bool = False
+    cuda_graphs: tuple[bool, bool] = (False, False)
+
+    @classmethod
+    def of_config(cls, config: ContinuousBatchingConfig, **values: Any) -> "ResolvedConfig":
+        """A config with what was chosen for it."""
+        given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        return cls(**{**given, **values})
 
 
 def random_seed() -> int:

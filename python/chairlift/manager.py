@@ -6,10 +6,11 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-import torch
+import numpy as np
+import numpy.typing as npt
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -19,15 +20,20 @@ from chairlift.config import ContinuousBatchingConfig
 from chairlift.engine.cache import geometry_of
 from chairlift.engine.check import check_packed
 from chairlift.engine.loop import StopLevel, StopRequest, run_sync
+from chairlift.engine.modes import CallersModes
 from chairlift.engine.openmp import release_team
 from chairlift.engine.session import Session
 from chairlift.engine.sizing import batch_cost, resolve
+from chairlift.evaluation import evaluating
 from chairlift.outputs import GenerationOutput, RequestStatus, Stats, WorkloadHints
-from chairlift.probe import evaluating, learn
+from chairlift.probe import learn
 from chairlift.prompts import Prompt, prompt_array
 from chairlift.sampling.options import GenerationOptions, eos_tuple
 
 logger = logging.get_logger(__name__)
+
+# No bound that anybody means is beyond it, and it fits the engine's numbers.
+_MOST_NEW_TOKENS = 2**62
 
 _STATUS = {
     "stop": RequestStatus.FINISHED,
@@ -42,13 +48,13 @@ class _Record:
     """What the manager keeps of a request until its terminal event is taken."""
 
     label: str
-    prompt: list[int]
+    prompt: npt.NDArray[np.int64]
     created: float
     record_timestamps: bool
     # What a streaming request produced so far.
-    tokens: list[int]
-    logprobs: list[float]
-    timestamps: list[float]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    timestamps: list[float] = field(default_factory=list)
 
 
 class ContinuousBatchingManager:
@@ -61,11 +67,13 @@ class ContinuousBatchingManager:
     def __init__(
         self,
         model: PreTrainedModel,
-        generation_config: GenerationConfig | None = None,
+        generation_config: GenerationConfig | GenerationOptions | None = None,
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: WorkloadHints | None = None,
     ) -> None:
         """Learns the model, resolves the config and allocates the cache. No thread is started.
+
+        The loop will run in the autocast, default device and inference mode of the thread that makes the manager.
 
         Args:
             model: A causal language model of transformers.
@@ -77,22 +85,22 @@ class ContinuousBatchingManager:
             TypeError: An argument of the wrong type.
             ValueError: The model cannot be served (and why), or a value is out of bounds or not served yet.
         """
-        config = ContinuousBatchingConfig.of(continuous_batching_config)
         self.model = model
         self.facts = learn(model)
-        self.generation_config = generation_config if generation_config is not None else model.generation_config
-        self.options = GenerationOptions.resolve(
-            model, generation_config, drop_unsupported_processors=config.drop_unsupported_processors
-        )
+        if isinstance(generation_config, GenerationOptions):
+            config = ContinuousBatchingConfig.of(continuous_batching_config)
+            self.options = generation_config
+        else:
+            config = ContinuousBatchingConfig.chosen(continuous_batching_config, generation_config, model)
+            self.options = GenerationOptions.resolve(
+                model, generation_config, drop_unsupported_processors=config.drop_unsupported_processors
+            )
         self.geometry = geometry_of(self.facts.calls, config.page_size)
         backend = choose_backend(model.config._attn_implementation, model.device, config.page_size)
         check_packed(model, self.facts, self.geometry, backend)
         hints = WorkloadHints.of(workload_hints)
-        largest_call = max(call.kind.token_bytes for call in self.facts.calls)
-        longest = hints.max_prompt_length + hints.max_generated_length or self.facts.limit or config.page_size
-        self.batch_cost = batch_cost(self.facts, backend.scratch_bytes(largest_call, longest))
-        self.config = resolve(config, hints, self.facts, self.geometry, self.batch_cost)
-        self.attention = backend.name
+        self.batch_cost = batch_cost(self.facts, backend, hints)
+        self.config = resolve(config, hints, self.facts, self.geometry, self.batch_cost, attention=backend.name)
         self._session = Session(
             model,
             self.facts,
@@ -108,42 +116,54 @@ class ContinuousBatchingManager:
             return_logprobs=self.config.return_logprobs,
         )
         self._engine = self._session.engine
+        self._modes = CallersModes()
         self._thread: threading.Thread | None = None
         self._stop_request = StopRequest()
-        self._lock = threading.Lock()
+        self._control = threading.Lock()  # of the thread: starting and ending it
+        self._lock = threading.Lock()  # of the books: labels, ids and what was taken
         self._records: dict[int, _Record] = {}
         self._ids: dict[str, int] = {}
         self._next_label = 0
         self._destroyed = False
         self.fatal_error: BaseException | None = None
-        self._refuse("the manager is not started: call start() first")
+        # Requests may come before the start; outputs cannot.
+        self._engine.close_outbox("the manager is not started")
 
     # ------------------------------------------------------------------ control
 
     def is_running(self) -> bool:
         """Whether the loop's thread lives."""
-        return self._thread is not None and self._thread.is_alive()
+        thread = self._thread
+        return thread is not None and thread.is_alive()
 
     def start(self) -> None:
-        """Starts the loop's thread, in this thread's autocast, default device and inference mode.
+        """Starts the loop's thread. A stop that is under way comes to its end first.
 
         Raises:
             RuntimeError: The manager was destroyed, or its loop died.
         """
-        if self._destroyed:
-            raise RuntimeError("the manager was destroyed and cannot be started again: make a new one")
-        if self.fatal_error is not None:
-            raise RuntimeError(
-                "the manager's loop died and cannot be started again: make a new one"
-            ) from self.fatal_error
-        if self.is_running():
-            warnings.warn("the manager runs already", UserWarning, stacklevel=2)
-            return
+        while True:
+            with self._control:
+                if self._destroyed:
+                    raise RuntimeError("the manager was destroyed and cannot be started again: make a new one")
+                if self.fatal_error is not None:
+                    message = "the manager's loop died and cannot be started again: make a new one"
+                    raise RuntimeError(message) from self.fatal_error
+                thread = self._thread
+                if thread is None or not thread.is_alive():
+                    self._launch()
+                    return
+                if self._stop_request.level is StopLevel.NONE:
+                    warnings.warn("the manager runs already", UserWarning, stacklevel=2)
+                    return
+            thread.join()
+
+    def _launch(self) -> None:
         self._stop_request = StopRequest()
         self._engine.reopen()
         _running.add(self)
         release_team()  # this thread probed the model; from here on the loop's computes
-        self._thread = threading.Thread(target=self._run, args=(_CallersModes(),), name="chairlift-loop", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="chairlift-loop", daemon=True)
         self._thread.start()
 
     def stop(
@@ -168,12 +188,14 @@ class ContinuousBatchingManager:
         """
         if keep_for_next_session:
             raise ValueError("keep_for_next_session=True is not served yet: keep the manager and call start() again")
-        if self._thread is None:
-            logger.warning("The manager is not started.")
-            return
-        self._refuse("the manager is stopped: call start() first")
-        self._stop_request.ask(StopLevel.HARD if hard_stop else StopLevel.DRAIN)
-        self._engine.wake()
+        with self._control:
+            self._engine.close_inbox("the manager is stopped: call start() first")
+            if self._thread is None:
+                logger.warning("The manager is not started.")
+                self._engine.fail_all("the manager was stopped before it was started", time.perf_counter())
+                return
+            self._stop_request.ask(StopLevel.HARD if hard_stop else StopLevel.DRAIN)
+            self._engine.wake()
         if block:
             self.join(timeout)
 
@@ -185,18 +207,19 @@ class ContinuousBatchingManager:
         thread.join(timeout)
         if thread.is_alive():
             logger.warning(f"The loop did not end within {timeout} s.")
-        else:
-            self._thread = None
+            return
+        with self._control:
+            if self._thread is thread:
+                self._thread = None
 
     def destroy(self) -> None:
         """Stops at once and for good. May be called again."""
         if self.is_running():
             self.stop(hard_stop=True)
-        self._destroyed = True
-        self._refuse("the manager was destroyed")
-
-    def _refuse(self, cause: str) -> None:
-        self._engine.close_inbox(cause)
+        with self._control:
+            self._destroyed = True
+            self._engine.close_inbox("the manager was destroyed")
+            self._engine.fail_all("the manager was destroyed", time.perf_counter())
 
     # ----------------------------------------------------------------- requests
 
@@ -228,7 +251,9 @@ class ContinuousBatchingManager:
                 label that is in flight or whose output nobody took yet.
             QueueFull: `max_queue_size` requests wait already.
             RuntimeError: The loop died; its cause is chained.
-            EngineClosed: The manager does not run.
+
+        A stopped manager takes no requests: it says so in a warning, and the output comes failed at once. One that is
+        not started yet takes them, and serves them from its start on.
         """
         prompt = prompt_array(input_ids)
         if max_new_tokens is None:
@@ -245,18 +270,24 @@ class ContinuousBatchingManager:
                     f"request_id {label!r} is taken: a request of that name is in flight or waits to be collected"
                 )
             created = time.perf_counter()
-            with self._chained_to_the_cause():
+            try:
                 ordinal = self._engine.submit(
                     prompt,
-                    max_new_tokens=min(max_new_tokens, 2**62),
+                    max_new_tokens=min(max_new_tokens, _MOST_NEW_TOKENS),
                     eos=list(eos),
                     sampling=self.options.sampling,
                     streaming=streaming,
                     record_timestamps=record_timestamps,
                     record_logprobs=self.config.return_logprobs,
                 )
+            except _native.EngineClosed as closed:
+                if self.fatal_error is not None:
+                    raise RuntimeError(str(closed)) from self.fatal_error
+                logger.warning(f"Request {label!r} is refused: {closed}")
+                ordinal = self._engine.refuse(str(closed), created)
+            self._next_label += request_id is None
             self._ids[label] = ordinal
-            self._records[ordinal] = _Record(label, prompt.tolist(), created, record_timestamps, [], [], [])
+            self._records[ordinal] = _Record(label, prompt, created, record_timestamps)
         return label
 
     def add_requests(
@@ -279,16 +310,12 @@ class ContinuousBatchingManager:
 
         Raises:
             TypeError, ValueError: As `add_request`, naming the prompt.
+            QueueFull: There is not room for all of them; none was taken.
         """
-        prompts = [prompt_array(prompt, f"inputs[{index}]") for index, prompt in enumerate(inputs)]
-        for index, prompt in enumerate(prompts):
-            bound = max_new_tokens
-            if bound is None:
-                bound = self.options.new_tokens_for(len(prompt), self._token_limit)
-            try:
-                self._engine.check(prompt, bound)
-            except ValueError as error:
-                raise ValueError(f"inputs[{index}]: {error}") from None
+        prompts = self.checked(inputs, max_new_tokens)
+        room = self.config.max_queue_size - self._engine.queued
+        if self.config.max_queue_size and len(prompts) > room:
+            raise _native.QueueFull(f"{len(prompts)} requests are more than the {max(room, 0)} that may join the queue")
         return [
             self.add_request(
                 prompt,
@@ -299,13 +326,31 @@ class ContinuousBatchingManager:
             for prompt in prompts
         ]
 
+    def checked(self, inputs: Sequence[Prompt], max_new_tokens: int | None = None) -> list[npt.NDArray[np.int64]]:
+        """Prompts as arrays, each fit to be added.
+
+        Raises:
+            TypeError, ValueError: As `add_request`, naming the prompt by its index.
+        """
+        prompts = [prompt_array(prompt, f"inputs[{index}]") for index, prompt in enumerate(inputs)]
+        for index, prompt in enumerate(prompts):
+            bound = max_new_tokens
+            if bound is None:
+                bound = self.options.new_tokens_for(len(prompt), self._token_limit)
+            try:
+                self._engine.check(prompt, min(bound, _MOST_NEW_TOKENS))
+            except ValueError as error:
+                raise ValueError(f"inputs[{index}]: {error}") from None
+        return prompts
+
     def cancel_request(self, request_id: str) -> None:
         """Ends a request; its output comes with `finish_reason` `cancelled`. One that ended is left alone.
 
         Raises:
             KeyError: No request of that label is in flight or has an output to be taken.
         """
-        self._engine.cancel(self._ordinal(request_id))
+        with self._lock:
+            self._engine.cancel(self._ordinal(request_id))
 
     # ------------------------------------------------------------------ outputs
 
@@ -323,16 +368,16 @@ class ContinuousBatchingManager:
             KeyError: No request of that label is in flight or has an output to be taken.
             RuntimeError: The loop died; its cause is chained.
         """
-        try:
-            if request_id is None:
-                event = self._engine.take_next(timeout)
-            else:
-                event = self._engine.take_for(self._ordinal(request_id), timeout)
-        except _native.EngineClosed as closed:
-            if self.fatal_error is not None:
-                raise RuntimeError(str(closed)) from self.fatal_error
-            return None
-        return None if event is None else self._output(event)
+        if request_id is not None:
+            with self._claimed(request_id) as ordinal:
+                return self._take_for(ordinal, timeout)
+        deadline = _Deadline(timeout)
+        while self._waited(lambda: self._engine.wait_next(deadline.left)):
+            with self._lock:
+                event = self._engine.take_next()
+                if event is not None:
+                    return self._output(event)
+        return None
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """Outputs as they come, until the manager is stopped and the last is taken."""
@@ -344,27 +389,53 @@ class ContinuousBatchingManager:
                 return
 
     def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
-        """Outputs of one request as they come, until its last.
+        """Outputs of one request as they come, until its last. Nobody else gets them meanwhile.
 
         Raises:
             KeyError: No request of that label is in flight or has an output to be taken.
         """
-        self._ordinal(request_id)
-        while True:
-            output = self.get_result(request_id)
-            if output is None:
-                return
-            yield output
-            if output.is_finished():
-                return
+        with self._claimed(request_id) as ordinal:
+            while (output := self._take_for(ordinal, None)) is not None:
+                yield output
+                if output.is_finished():
+                    return
+
+    @contextlib.contextmanager
+    def _claimed(self, request_id: str) -> Iterator[int]:
+        with self._lock:
+            # The last output is taken under this lock too: a claim on what has ended cannot come to be.
+            ordinal = self._ordinal(request_id)
+            self._engine.claim(ordinal)
+        try:
+            yield ordinal
+        finally:
+            self._engine.unclaim(ordinal)
+
+    def _take_for(self, ordinal: int, timeout: float | None) -> GenerationOutput | None:
+        deadline = _Deadline(timeout)
+        while self._waited(lambda: self._engine.wait_for(ordinal, deadline.left)):
+            with self._lock:
+                event = self._engine.take_for(ordinal)
+                if event is not None:
+                    return self._output(event)
+                if ordinal not in self._records:
+                    raise KeyError("the last output of the request was taken by another reader")
+        return None
+
+    def _waited(self, wait: Callable[[], bool]) -> bool:
+        """Whether there is something to take; not, when time is up or the manager is stopped."""
+        try:
+            return wait()
+        except _native.EngineClosed as closed:
+            if self.fatal_error is not None:
+                raise RuntimeError(str(closed)) from self.fatal_error
+            return False
 
     def _output(self, event: _native.Event) -> GenerationOutput:
+        """What a reader gets for an event that it took. Under the lock, so that events and books move together."""
         reason = event.finish_reason
-        with self._lock:
-            record = self._records[event.request]
-            if reason is not None:
-                del self._records[event.request], self._ids[record.label]
-        output = GenerationOutput(record.label, record.prompt, created_time=record.created)
+        record = self._records[event.request]
+        output = GenerationOutput(record.label, record.prompt.tolist(), created_time=record.created)
         if reason is None:
             record.tokens.extend(event.tokens)
             record.logprobs.extend(event.logprobs)
@@ -373,6 +444,7 @@ class ContinuousBatchingManager:
             output.status = RequestStatus.DECODING
             output.timestamps = record.timestamps[:] if record.record_timestamps else None
             return output
+        del self._records[event.request], self._ids[record.label]
         output.generated_tokens, output.logprobs = event.tokens, event.logprobs
         output.timestamps = event.timestamps if record.record_timestamps else None
         output.finish_reason = reason  # type: ignore[assignment]  # one of the four
@@ -399,7 +471,7 @@ class ContinuousBatchingManager:
             "attention calls": f"{len(facts.calls)} ({shared} read the pages of another)",
             "kinds": len({call.kind for call in facts.calls}),
             "groups": geometry.num_groups,
-            "attention backend": self.attention,
+            "attention backend": config.attention,
             "page_size": config.page_size,
             "num_blocks": blocks,
             "cache": f"{blocks * geometry.page_size:,} tokens, {self.cache_bytes / 2**20:,.1f} MiB",
@@ -428,34 +500,23 @@ class ContinuousBatchingManager:
         return min(bound for bound in bounds if bound is not None)
 
     def _ordinal(self, request_id: str) -> int:
-        with self._lock:
-            if request_id not in self._ids:
-                raise KeyError(f"no request {request_id!r}: it was never added, or its last output was taken")
-            return self._ids[request_id]
+        if request_id not in self._ids:
+            raise KeyError(f"no request {request_id!r}: it was never added, or its last output was taken")
+        return self._ids[request_id]
 
     def _free_label(self) -> str:
-        while True:
-            label = f"req_{self._next_label}"
+        """The next `req_N`; it counts as given once a request has it."""
+        while f"req_{self._next_label}" in self._ids:
             self._next_label += 1
-            if label not in self._ids:
-                return label
-
-    @contextlib.contextmanager
-    def _chained_to_the_cause(self) -> Iterator[None]:
-        try:
-            yield
-        except _native.EngineClosed as closed:
-            if self.fatal_error is not None:
-                raise RuntimeError(str(closed)) from self.fatal_error
-            raise
+        return f"req_{self._next_label}"
 
     # -------------------------------------------------------------- the thread
 
-    def _run(self, modes: "_CallersModes") -> None:
+    def _run(self) -> None:
+        cause = "the manager is stopped"
         try:
-            with modes.entered(), evaluating(self.model):
+            with self._modes.entered(), evaluating(self.model):
                 run_sync(self._session, self._stop_request)
-            cause = "the manager is stopped"
         except BaseException as error:
             logger.error("the loop died", exc_info=error)
             self.fatal_error = error
@@ -464,33 +525,20 @@ class ContinuousBatchingManager:
             self._engine.close_inbox(cause)
             self._engine.fail_all(cause, time.perf_counter())
         finally:
+            # Whatever happened above, no reader waits for what will not come.
+            self._engine.close_outbox(cause)
             _running.discard(self)
-        self._engine.close_outbox(cause)
 
 
-class _CallersModes:
-    """The thread-local modes of the thread that made it, to be entered in another."""
+class _Deadline:
+    """Seconds that are left of a time-out; None: there is none."""
 
-    def __init__(self) -> None:
-        self._inference = torch.is_inference_mode_enabled()
-        self._default_device = torch.get_default_device()
-        device_types = {"cpu", torch.get_default_device().type}
-        self._autocast = [
-            (device_type, torch.get_autocast_dtype(device_type))
-            for device_type in sorted(device_types)
-            if torch.is_autocast_enabled(device_type)
-        ]
+    def __init__(self, timeout: float | None) -> None:
+        self._end = None if timeout is None else time.perf_counter() + timeout
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self._inference))
-            stack.enter_context(torch.no_grad())
-            if self._default_device.type != "cpu":
-                stack.enter_context(self._default_device)
-            for device_type, dtype in self._autocast:
-                stack.enter_context(torch.autocast(device_type, dtype=dtype))
-            yield
+    @property
+    def left(self) -> float | None:
+        return None if self._end is None else max(0.0, self._end - time.perf_counter())
 
 
 def _resolved(value: int | None) -> int:

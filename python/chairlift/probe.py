@@ -7,18 +7,17 @@ sequences packed in steps as the engine would run them, must give the logits of 
 
 import inspect
 import math
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 
 from chairlift.attention.interface import forward_context
 from chairlift.attention.plain import causal_visibility, scores_attention
+from chairlift.evaluation import evaluating
+from chairlift.watch import ForwardWatch
 
 _PROBE_TOKENS = 12
 _LONGER_PROBE_TOKENS = 76
@@ -65,23 +64,16 @@ class ModelFacts:
         vocab_size: Token ids go from 0 to below this.
         max_positions: Positions of its table, where it has one that ends; else None.
         limit: Tokens that it was made for, as its config says; None where it does not.
-        accepts_logits_to_keep: Its forward computes logits of chosen tokens only.
         token_bytes: Bytes of activations that each token of a step takes at the peak of a forward.
-        logits_bytes: Bytes that each sampled row takes.
+        logits_bytes: Bytes of the logits of each sampled row.
     """
 
     calls: tuple[Call, ...]
     vocab_size: int
     max_positions: int | None
     limit: int | None
-    accepts_logits_to_keep: bool
     token_bytes: int
     logits_bytes: int
-
-    @property
-    def cache_bytes_per_token(self) -> int:
-        """K and V of a token in all calls that have pages."""
-        return sum(call.kind.token_bytes for call in self.calls if call.reads_from == call.ordinal)
 
 
 def learn(model: PreTrainedModel) -> ModelFacts:
@@ -90,30 +82,32 @@ def learn(model: PreTrainedModel) -> ModelFacts:
     Raises:
         ValueError: The model cannot be served, and why.
     """
-    refuse_placements(model)
+    _refuse_placements(model)
     _refuse_config(model)
     accepts = forward_arguments(model)
     vocab_size = _vocab_size(model)
+    limit = _config_limit(model)
+    longer = min(_LONGER_PROBE_TOKENS, limit or _LONGER_PROBE_TOKENS)
     with evaluating(model), torch.no_grad():
-        recorder, peak = _recorded_forward(model, vocab_size, _PROBE_TOKENS, accepts)
-        _, longer_peak = _recorded_forward(model, vocab_size, _LONGER_PROBE_TOKENS, accepts)
+        recorder, watch = _recorded_forward(model, vocab_size, min(_PROBE_TOKENS, longer), accepts)
+        _, longer_watch = _recorded_forward(model, vocab_size, longer, accepts)
     calls = tuple(recorder.calls)
     if not calls:
         raise refusal(model, "its layers do not call transformers' attention interface")
-    token_bytes = max(0, longer_peak - peak) / (_LONGER_PROBE_TOKENS - _PROBE_TOKENS)
+    # Tokens picked in order (by an expert that gets all of them, say) look like a table as long as the forward.
+    bounds = watch.table_lengths & longer_watch.table_lengths | recorder.windows
+    further = max(longer - _PROBE_TOKENS, 1)
     return ModelFacts(
         calls=calls,
         vocab_size=vocab_size,
-        max_positions=recorder.table_length,
-        limit=_config_limit(model),
-        accepts_logits_to_keep="logits_to_keep" in accepts,
-        token_bytes=math.ceil(token_bytes),
-        # The model's logits, their fp32 copy, and what sampling makes of them.
-        logits_bytes=vocab_size * (model.dtype.itemsize + 3 * 4),
+        max_positions=min(bounds, default=None),
+        limit=limit,
+        token_bytes=math.ceil(max(0, longer_watch.peak_bytes - watch.peak_bytes) / further),
+        logits_bytes=vocab_size * model.dtype.itemsize,
     )
 
 
-def refuse_placements(model: PreTrainedModel) -> None:
+def _refuse_placements(model: PreTrainedModel) -> None:
     """Refuses what is not a plain model on one device.
 
     Raises:
@@ -186,19 +180,6 @@ def forward(
     return logits if "logits_to_keep" in accepts else logits[logits_rows]
 
 
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode for the block; every module is as it was afterwards."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def probe_tokens(vocab_size: int, count: int, device: torch.device, *, seed: int = 0) -> torch.Tensor:
     """[count] token ids without a pattern, the same each time."""
     ids = [(seed * 7919 + (n + 1) * (n + 3) * 2654435761) % 2**32 % vocab_size for n in range(count)]
@@ -207,12 +188,12 @@ def probe_tokens(vocab_size: int, count: int, device: torch.device, *, seed: int
 
 def _recorded_forward(
     model: PreTrainedModel, vocab_size: int, tokens: int, accepts: frozenset[str]
-) -> tuple["Recorder", int]:
+) -> tuple["Recorder", ForwardWatch]:
     recorder = Recorder(model, tokens)
     input_ids = probe_tokens(vocab_size, tokens, model.device).unsqueeze(0)
     position_ids = torch.arange(tokens, device=model.device).unsqueeze(0)
     last = torch.tensor([tokens - 1], device=model.device)
-    watch = _Watch(position_ids)
+    watch = ForwardWatch(model, position_ids)
     try:
         with forward_context(recorder), watch:
             forward(model, accepts, input_ids, position_ids, last)
@@ -220,8 +201,7 @@ def _recorded_forward(
         raise refusal(model, str(reason)) from None
     except Exception as error:
         raise refusal(model, f"its forward failed on a packed step: {type(error).__name__}: {error}") from error
-    recorder.table_length = watch.table_length
-    return recorder, watch.peak_bytes
+    return recorder, watch
 
 
 class _Refusal(Exception):
@@ -240,9 +220,10 @@ class Recorder:
     model: PreTrainedModel
     tokens: int
     calls: list[Call] = field(default_factory=list)
-    table_length: int | None = None
+    # Windows that no sequence outgrows, as they are as long as the model's limit: they bound a sequence.
+    windows: set[int] = field(default_factory=set)
     _keys_and_values: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    _masks: list[str | None] = field(default_factory=list)  # why a mask is not plainly causal; None: it is
+    _masks: list["int | str | None"] = field(default_factory=list)  # see `_deviation`
 
     def mask(self, **kwargs: Any) -> torch.Tensor:
         """A single number that names the mask, in the shape of one."""
@@ -291,31 +272,25 @@ class Recorder:
             )
 
     def _check_mask(self, module: torch.nn.Module, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
-        window = kwargs.get("sliding_window")
-        reason: str | None = None
+        deviation: int | str | None = None
         if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False and attention_mask is None:
-            reason = "its attention is not causal"
+            deviation = "its attention is not causal"
         elif kwargs.get("position_bias") is not None:
-            reason = "it adds a position bias to the scores"
-        elif window is not None:
-            reason = _window_reason(int(window))
+            deviation = "it adds a position bias to the scores"
+        elif kwargs.get("sliding_window") is not None:
+            deviation = int(kwargs["sliding_window"])
         elif attention_mask is not None:
-            reason = self._mask_named_by(attention_mask)
-        if reason is not None and not self._is_no_bound(reason, window):
-            raise _Refusal(reason)
+            deviation = self._mask_named_by(attention_mask)
+        if isinstance(deviation, int) and not _outgrown(self.model, deviation):
+            self.windows.add(deviation)
+        elif deviation is not None:
+            raise _Refusal(_window_reason(deviation) if isinstance(deviation, int) else deviation)
 
-    def _mask_named_by(self, attention_mask: torch.Tensor) -> str | None:
+    def _mask_named_by(self, attention_mask: torch.Tensor) -> int | str | None:
         number = int(attention_mask.flatten()[0]) if attention_mask.numel() == 1 else 0
         if 1 <= number <= len(self._masks):
             return self._masks[number - 1]
         return "it makes an attention mask or bias of its own"
-
-    def _is_no_bound(self, reason: str, window: Any) -> bool:
-        """Whether a window is as long as the longest sequence, so that nothing ever leaves it."""
-        limit = _config_limit(self.model)
-        return (
-            window is not None and limit is not None and int(window) >= limit and reason == _window_reason(int(window))
-        )
 
     def _shared_with(self, key: torch.Tensor, value: torch.Tensor, ordinal: int) -> int:
         """The earlier call that was given the very same K and V, if there is one."""
@@ -347,8 +322,15 @@ def _window_reason(window: int | None) -> str:
     return f"it attends within a window{of}, which is not served yet"
 
 
-def _deviation(mask_function: Callable[..., Any] | None, padding: Any) -> str | None:
-    """Why a mask is not plainly causal, found by asking it; None when it is."""
+def _outgrown(model: PreTrainedModel, window: int | None) -> bool:
+    """Whether sequences get longer than a window, so that tokens leave it."""
+    limit = _config_limit(model)
+    return window is None or limit is None or window < limit
+
+
+def _deviation(mask_function: Callable[..., Any] | None, padding: Any) -> int | str | None:
+    """How a mask is not plainly causal, found by asking it: by a window of so many tokens, or why else; None when it
+    is."""
     # Some models make a padding mask of ones where none was given: it hides nothing.
     hides = padding is not None and not (isinstance(padding, torch.Tensor) and bool(padding.all()))
     if mask_function is None or hides:
@@ -373,68 +355,9 @@ def _deviation(mask_function: Callable[..., Any] | None, padding: Any) -> str | 
         window = _FAR - seen + 1
         if sees(_FAR + 1, seen):
             return "it attends within chunks, which is not served yet"
-        return _window_reason(window)
+        return window
     except Exception:
         return "it makes an attention mask that depends on more than positions"
-
-
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches a forward: the bytes of the tensors alive at its peak, and tables that are looked up by position."""
-
-    def __init__(self, position_ids: torch.Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak_bytes = 0
-        self.table_length: int | None = None
-        self._alive = 0
-        self._storages: set[int] = set()
-        self._positions = position_ids.flatten()
-        self._look_ups: dict[Any, tuple[int, int]] = {
-            torch.ops.aten.embedding.default: (0, 1),
-            torch.ops.aten.index_select.default: (0, 2),
-        }
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._look_ups:
-            table, index = (args[at] for at in self._look_ups[func])
-            self._look_up(table, index)
-        elif func is torch.ops.aten.index.Tensor and args[1] and args[1][0] is not None:
-            self._look_up(args[0], args[1][0])
-        elif func is torch.ops.aten.gather.default:
-            self._look_up_rows(args[0], args[1], args[2])
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor)
-        return result
-
-    def _look_up(self, table: torch.Tensor, index: torch.Tensor) -> None:
-        if index.dtype not in (torch.int64, torch.int32) or index.numel() != self._positions.numel():
-            return
-        offsets = torch.unique(index.flatten() - self._positions)
-        if offsets.numel() == 1 and table.dim() == 2 and table.is_floating_point():
-            self._bound(table.shape[0] - int(offsets))
-
-    def _look_up_rows(self, table: torch.Tensor, dim: int, index: torch.Tensor) -> None:
-        if table.dim() == 3 and dim == 1 and table.is_floating_point():
-            self._look_up(table[0], index[0, :, 0])
-
-    def _bound(self, length: int) -> None:
-        self.table_length = length if self.table_length is None else min(length, self.table_length)
-
-    def _count(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        pointer, nbytes = storage.data_ptr(), storage.nbytes()
-        if pointer == 0 or pointer in self._storages:
-            return
-        self._storages.add(pointer)
-        self._alive += nbytes
-        self.peak_bytes = max(self.peak_bytes, self._alive)
-        weakref.finalize(storage, self._forget, pointer, nbytes)
-
-    def _forget(self, pointer: int, nbytes: int) -> None:
-        if pointer in self._storages:
-            self._storages.discard(pointer)
-            self._alive -= nbytes
 
 
 def _vocab_size(model: PreTrainedModel) -> int:
@@ -474,12 +397,11 @@ def _refuse_states(model: PreTrainedModel, config: Any) -> None:
     except Exception:
         # A config that no cache can be made for says nothing; the forward will.
         return
-    limit = _config_limit(model)
     for layer in layers:
         name = type(layer).__name__
         if name == "DynamicSlidingWindowLayer":
             window = getattr(layer, "sliding_window", None)
-            if window is None or limit is None or window < limit:
+            if _outgrown(model, window):
                 raise refusal(model, _window_reason(window))
         elif name not in ("DynamicLayer", "DummyLayer"):
             raise refusal(

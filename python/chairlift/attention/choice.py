@@ -30,7 +30,7 @@ class Backend(Protocol):
     name: str
     gathers: bool
 
-    def scratch_bytes(self, bytes_per_token: int, max_context: int) -> int:
+    def scratch_bytes(self, bytes_per_token: int, num_heads: int, max_context: int) -> int:
         """Bytes it takes beside its inputs and its output, at most."""
         ...
 

@@ -1,7 +1,8 @@
 """Paged attention with torch's own operators, for CPUs (and, untested there, for whatever else runs SDPA).
 
 Prefill chunks are computed sequence by sequence, decodes in batches of like length; a context that lies in one page
-is read where it lies. No mask spans the batch, and nothing grows with its square.
+is read where it lies. No mask spans the batch, and the scores of a long chunk are computed some queries at a time, so
+that nothing grows with the square of a length.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 GATHERED_TOKENS = 4096
 # Rows of a gathered batch are padded to its longest: lengths may differ by a quarter.
 PADDING_LIMIT = 1.25
+# Scores (heads x queries x keys) of a prefill chunk that are there at once, where no kernel hides them.
+SCORES = 1 << 22
+# fp32 scores, their masked copy and softmax, and the mask.
+_SCORE_BYTES = 13
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class GatheredBatch:
 
     rows: torch.Tensor  # [batch] rows of the step
     blocks: torch.Tensor  # [batch, pages]
+    lengths: list[int]
     longest: int
     visible: torch.Tensor | None  # [batch, 1, 1, longest]; None when all are equally long
 
@@ -40,8 +46,12 @@ class Prefill:
     start: int  # its tokens in the step
     end: int
     kv_len: int
-    blocks: torch.Tensor  # [pages]; used when earlier tokens are there
-    visible: torch.Tensor | None  # [tokens, kv_len]; None when no earlier tokens are there
+    blocks: torch.Tensor  # [pages]
+
+    @property
+    def fresh(self) -> bool:
+        """Whether all its tokens are in the step, so that no page has to be read."""
+        return self.kv_len == self.end - self.start
 
 
 @dataclass(frozen=True)
@@ -64,14 +74,17 @@ class CpuPagedAttention:
         self.page_size = page_size
         self._plans: list[GroupPlan] = []
 
-    def scratch_bytes(self, bytes_per_token: int, max_context: int) -> int:
-        """Bytes of K and V that are gathered at once, at most, for one call.
+    def scratch_bytes(self, bytes_per_token: int, num_heads: int, max_context: int) -> int:
+        """Bytes that a call takes beside its inputs and its output, at most.
 
         Args:
             bytes_per_token: K and V of a token of the largest call.
+            num_heads: Heads of the call with the most.
             max_context: Tokens of the longest sequence.
         """
-        return bytes_per_token * max(GATHERED_TOKENS, max_context)
+        gathered = bytes_per_token * max(GATHERED_TOKENS, max_context)
+        # One query is computed at least.
+        return gathered + _SCORE_BYTES * max(SCORES, num_heads * max(GATHERED_TOKENS, max_context))
 
     def begin(self, inputs: "StepInputs") -> None:
         """Prepares a step: once for all calls of a group."""
@@ -110,16 +123,17 @@ class CpuPagedAttention:
             k, v = pages.k[block, :length].transpose(0, 1), pages.v[block, :length].transpose(0, 1)
             out[row] = form.decode(query[:, row].unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None)
         for batch in plan.gathered:
-            k, v = _gather(pages.k, batch.blocks, batch.longest), _gather(pages.v, batch.blocks, batch.longest)
+            k = _gather(pages.k, batch.blocks, batch.longest, batch.lengths)
+            v = _gather(pages.v, batch.blocks, batch.longest, batch.lengths)
             out[batch.rows] = form.decode(query[:, batch.rows].transpose(0, 1), k, v, batch.visible)
         for prefill in plan.prefills:
             of_step = slice(prefill.start, prefill.end)
-            if prefill.visible is None:
+            if prefill.fresh:
                 k, v = key[:, of_step].unsqueeze(0), value[:, of_step].unsqueeze(0)
             else:
                 blocks = prefill.blocks.unsqueeze(0)
                 k, v = _gather(pages.k, blocks, prefill.kv_len), _gather(pages.v, blocks, prefill.kv_len)
-            out[of_step] = form.prefill(query[:, of_step].unsqueeze(0), k, v, prefill.visible)
+            form.prefill(query[:, of_step].unsqueeze(0), k, v, out[of_step])
         return out
 
     def _plan(self, inputs: "StepInputs", table: torch.Tensor) -> GroupPlan:
@@ -136,10 +150,8 @@ class CpuPagedAttention:
         prefills = []
         for row in range(inputs.decodes, len(kv_lens)):
             start, end, kv_len = bounds[row], bounds[row + 1], kv_lens[row]
-            fresh = kv_len == end - start
-            visible = None if fresh else causal_visibility(end - start, kv_len, table.device)
             blocks = table[row, : -(-kv_len // self.page_size)]
-            prefills.append(Prefill(start, end, kv_len, blocks, visible))
+            prefills.append(Prefill(start, end, kv_len, blocks))
         return GroupPlan(in_place, batches, prefills)
 
     def _gathered(self, rows: list[int], kv_lens: Sequence[int], table: torch.Tensor) -> GatheredBatch:
@@ -151,7 +163,7 @@ class CpuPagedAttention:
         if min(lengths) < longest:
             ends = torch.tensor(lengths, device=table.device).unsqueeze(1)
             visible = (torch.arange(longest, device=table.device) < ends)[:, None, None, :]
-        return GatheredBatch(index, blocks, longest, visible)
+        return GatheredBatch(index, blocks, lengths, longest, visible)
 
 
 def _like_lengths(rows: list[int], kv_lens: Sequence[int]) -> list[list[int]]:
@@ -169,10 +181,15 @@ def _like_lengths(rows: list[int], kv_lens: Sequence[int]) -> list[list[int]]:
     return batches
 
 
-def _gather(pages: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
-    """[batch, heads, length, size] from [blocks, page, heads, size] by [batch, pages] block numbers."""
+def _gather(
+    pages: torch.Tensor, blocks: torch.Tensor, longest: int, lengths: Sequence[int] | None = None
+) -> torch.Tensor:
+    """[batch, heads, longest, size] from [blocks, page, heads, size] by [batch, pages] block numbers."""
     gathered = pages[blocks].flatten(1, 2)
-    return gathered[:, :length].transpose(1, 2)
+    for row, length in enumerate(lengths or ()):
+        # What a former owner left behind a shorter row is masked, but a NaN would come through a mask.
+        gathered[row, length:longest] = 0
+    return gathered[:, :longest].transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -200,21 +217,25 @@ class _Form:
         out = scaled_dot_product_attention(grouped, key, value, attn_mask=visible, scale=self.scale)
         return out.reshape(batch, heads, -1)
 
-    def prefill(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None
-    ) -> torch.Tensor:
-        """One sequence: [1, heads, tokens, size] to [tokens, heads, size of V]."""
-        tokens = query.shape[2]
-        if self.plain:
-            gqa = query.shape[1] != key.shape[1]
-            out = scaled_dot_product_attention(
-                query, key, value, attn_mask=visible, is_causal=visible is None, scale=self.scale, enable_gqa=gqa
-            )
-        else:
-            if visible is None:
-                visible = causal_visibility(tokens, tokens, query.device)
-            out = self._written_out(query, key, value, visible)
-        return out[0].transpose(0, 1)
+    def prefill(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
+        """The last tokens of one sequence: [1, heads, tokens, size] into out, [tokens, heads, size of V]."""
+        heads, tokens, keys = query.shape[1], query.shape[2], key.shape[2]
+        gqa = heads != key.shape[1]
+        if self.plain and tokens == keys:
+            whole = scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=gqa)
+            out.copy_(whole[0].transpose(0, 1))
+            return
+        at_once = max(1, SCORES // (heads * keys))
+        for start in range(0, tokens, at_once):
+            end = min(start + at_once, tokens)
+            seen = keys - tokens + end
+            visible = causal_visibility(end - start, seen, query.device)
+            part, k, v = query[:, :, start:end], key[:, :, :seen], value[:, :, :seen]
+            if self.plain:
+                of_part = scaled_dot_product_attention(part, k, v, attn_mask=visible, scale=self.scale, enable_gqa=gqa)
+            else:
+                of_part = self._written_out(part, k, v, visible)
+            out[start:end] = of_part[0].transpose(0, 1)
 
     def _written_out(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from chairlift.attention.choice import Backend
 from chairlift.config import (
     DEFAULT_MAX_BATCH_TOKENS,
     DEFAULT_MAX_REQUESTS,
@@ -9,12 +10,14 @@ from chairlift.config import (
     MIN_AUTO_BATCH_TOKENS,
     SAFETY_MARGINS,
     ContinuousBatchingConfig,
+    ResolvedConfig,
     random_seed,
 )
 from chairlift.engine.cache import Geometry
 from chairlift.engine.free_memory import free_memory_bytes
 from chairlift.outputs import WorkloadHints
 from chairlift.probe import ModelFacts
+from chairlift.sampling.draw import scratch_bytes
 
 _UNLIMITED = 1 << 60
 
@@ -31,12 +34,22 @@ class BatchCost(NamedTuple):
         return self.per_token * max_batch_tokens + self.per_row * max_requests + self.fixed
 
 
-def batch_cost(facts: ModelFacts, scratch_bytes: int) -> BatchCost:
-    """What batches of a model take: the activations measured by the probe, logits and sampling of every row, and the
-    attention backend's scratch."""
+def batch_cost(facts: ModelFacts, backend: Backend, hints: WorkloadHints) -> BatchCost:
+    """What batches of a model take: the activations measured by the probe, the logits of every row, and the scratch
+    of attention and sampling."""
     largest = max(call.kind.token_bytes for call in facts.calls)
+    heads = max(call.num_heads for call in facts.calls)
+    scratch = backend.scratch_bytes(largest, heads, _longest_sequence(hints, facts))
     # K and V of the step on their way into the pages.
-    return BatchCost(facts.token_bytes + 2 * largest, facts.logits_bytes, scratch_bytes)
+    return BatchCost(facts.token_bytes + 2 * largest, facts.logits_bytes, scratch + scratch_bytes(facts.vocab_size))
+
+
+def _longest_sequence(hints: WorkloadHints, facts: ModelFacts) -> int:
+    """Tokens of the longest sequence that is to be expected."""
+    known = [bound for bound in (facts.max_positions, facts.limit) if bound is not None]
+    if hints.max_prompt_length and hints.max_generated_length:
+        known.append(hints.max_prompt_length + hints.max_generated_length)
+    return min(known, default=DEFAULT_MAX_BATCH_TOKENS)
 
 
 def resolve(
@@ -46,8 +59,9 @@ def resolve(
     geometry: Geometry,
     cost: BatchCost,
     *,
+    attention: str,
     free_bytes: int | None = None,
-) -> ContinuousBatchingConfig:
+) -> ResolvedConfig:
     """Fills what a config leaves open.
 
     The pool gets what `max_memory_percent` of the free memory leaves after a full batch, and no more than the hints
@@ -59,6 +73,7 @@ def resolve(
         facts: What is known of the model.
         geometry: Its blocks.
         cost: What batches take.
+        attention: The backend that was chosen.
         free_bytes: None: what is free now.
 
     Raises:
@@ -71,7 +86,9 @@ def resolve(
     max_batch_tokens = config.max_batch_tokens
     if max_batch_tokens is None:
         max_batch_tokens = DEFAULT_MAX_BATCH_TOKENS
-        while max_batch_tokens > MIN_AUTO_BATCH_TOKENS and cost.of(max_batch_tokens, wanted_requests) > budget // 2:
+        while max_batch_tokens > MIN_AUTO_BATCH_TOKENS:
+            if cost.of(max_batch_tokens, min(wanted_requests, max_batch_tokens)) <= budget // 2:
+                break
             max_batch_tokens //= 2
     max_requests = min(wanted_requests, max_batch_tokens)
     num_blocks = config.num_blocks
@@ -88,7 +105,8 @@ def resolve(
             )
         num_blocks = min(fitting, _usable_blocks(hints, facts, geometry.page_size), _addressable(geometry))
     margin = SAFETY_MARGINS[config.scheduler_type] if config.safety_margin is None else config.safety_margin
-    return config.resolved(
+    return ResolvedConfig.of_config(
+        config,
         num_blocks=num_blocks,
         max_batch_tokens=max_batch_tokens,
         max_requests_per_batch=max_requests,
@@ -98,6 +116,7 @@ def resolve(
         use_cuda_graph=(False, False),
         safety_margin=margin,
         seed=random_seed() if config.seed is None else config.seed,
+        attention=attention,
     )
 
 

@@ -16,6 +16,17 @@ _MIX_2 = -0x3B314601E57A13AD
 _GOLDEN = -0x61C8864680B583EB
 
 
+# Rows that are handled at once: what sampling takes beside the logits stays the same however many rows there are.
+SLICE_ROWS = 64
+# fp32 copy, warped and ordered scores, int64 bits and fp64 uniforms of a draw, at their peak.
+_SLICE_ENTRY_BYTES = 48
+
+
+def scratch_bytes(vocab_size: int) -> int:
+    """Bytes that `choose` takes beside its logits, at most."""
+    return SLICE_ROWS * vocab_size * _SLICE_ENTRY_BYTES
+
+
 def choose(
     logits: torch.Tensor, table: SamplingTable, rows: torch.Tensor, draws: torch.Tensor, *, logprobs: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -32,22 +43,29 @@ def choose(
         Token ids [sampled] int64, and their logprobs [sampled] fp32 under the distribution that was drawn from, or
         None.
     """
+    slices = [slice(start, start + SLICE_ROWS) for start in range(0, logits.shape[0], SLICE_ROWS)]
+    chosen = [_choose(logits[part], table, rows[part], draws[part], logprobs) for part in slices]
+    tokens = torch.cat([tokens for tokens, _ in chosen])
+    return tokens, torch.cat([of_slice for _, of_slice in chosen if of_slice is not None]) if logprobs else None
+
+
+def _choose(
+    logits: torch.Tensor, table: SamplingTable, rows: torch.Tensor, draws: torch.Tensor, logprobs: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     scores = logits.float()
+    tokens = torch.argmax(scores, dim=-1)
     drawn = table.draws[rows]
     if bool(drawn.any()):
         # Warped rows replace their scores; greedy rows keep theirs, as `generate` applies no warper to them.
         warped = warp(scores[drawn], table, rows[drawn])
-        noise = gumbel(draws[drawn], scores.shape[-1])
-        scores = scores.clone() if scores is logits else scores
-        scores[drawn] = warped
-        tokens = torch.argmax(scores, dim=-1)
-        tokens[drawn] = torch.argmax(warped + noise, dim=-1)
-    else:
-        tokens = torch.argmax(scores, dim=-1)
+        tokens[drawn] = torch.argmax(warped + gumbel(draws[drawn], scores.shape[-1]), dim=-1)
+        if logprobs:
+            scores = scores.clone() if scores.data_ptr() == logits.data_ptr() else scores
+            scores[drawn] = warped
     if not logprobs:
         return tokens, None
-    chosen = scores.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return tokens, chosen - torch.logsumexp(scores, dim=-1)
+    of_tokens = scores.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return tokens, of_tokens - torch.logsumexp(scores, dim=-1)
 
 
 def warp(scores: torch.Tensor, table: SamplingTable, rows: torch.Tensor) -> torch.Tensor:
@@ -83,8 +101,8 @@ def gumbel(draws: torch.Tensor, vocab_size: int) -> torch.Tensor:
     stream = _mix(key ^ _mix(position * _GOLDEN)).unsqueeze(1)
     tokens = torch.arange(vocab_size, device=draws.device) * _GOLDEN
     bits = _mix(stream ^ tokens.unsqueeze(0))
-    # 53 bits to the open interval (0, 1).
-    uniform = ((_shift(bits, 11)).double() + 0.5) * 2.0**-53
+    # 52 bits to the open interval (0, 1): with 53 the largest would round to 1.
+    uniform = (_shift(bits, 12).double() + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform)).float()
 
 

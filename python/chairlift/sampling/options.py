@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -11,7 +11,6 @@ from chairlift import _native
 
 # Fields that change tokens and are not served, with the values at which they do nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "assistant_confidence_threshold": (),
     "bad_words_ids": (None, []),
     "begin_suppress_tokens": (None, []),
     "constraints": (None,),
@@ -103,15 +102,16 @@ class GenerationOptions:
         given = generation_config
         if given is not None and not isinstance(given, GenerationConfig):
             raise TypeError(f"generation_config is a {type(given).__name__}, but must be a GenerationConfig or None")
-        unknown = sorted(set(kwargs) - set(GenerationConfig().to_dict()) - set(_NEUTRAL))
+        unknown = sorted(set(kwargs) - set(GenerationConfig().to_dict()))
         if unknown:
             raise TypeError(f"unknown keyword {', '.join(map(repr, unknown))}: not a field of GenerationConfig")
-        explicit_length = kwargs.get("max_length", None if given is None else given.max_length)
-        if given is not None and kwargs:
-            # Merged here: handed to `generate`'s own resolution together, they would warn.
-            given = GenerationConfig.from_dict({**given.to_dict(), **kwargs})
-            kwargs = {}
-        config, _ = model._prepare_generation_config(given, **kwargs)
+        fields = {name: value for name, value in kwargs.items() if (name, value) != ("max_new_tokens", None)}
+        explicit_length = fields.get("max_length", None if given is None else given.max_length)
+        if fields:
+            # Merged here: handed to `generate`'s own resolution together, the two would warn.
+            base = given if given is not None else model.generation_config
+            given = GenerationConfig.from_dict({**base.to_dict(), **fields})
+        config, _ = model._prepare_generation_config(given)
         _refuse_unserved(config, drop_unsupported_processors)
         max_new_tokens = config.max_new_tokens
         max_length = None
@@ -124,10 +124,6 @@ class GenerationOptions:
             eos_token_ids=eos_tuple(config.eos_token_id),
             sampling=_sampling(config),
         )
-
-    def with_eos(self, eos_token_id: int | list[int] | None) -> "GenerationOptions":
-        """The same with other end tokens; None leaves them."""
-        return self if eos_token_id is None else replace(self, eos_token_ids=eos_tuple(eos_token_id))
 
     def new_tokens_for(self, prompt_length: int, limit: int) -> int:
         """Bound on the tokens that a prompt of that length generates, `limit` being what model and pool bear."""
@@ -162,7 +158,7 @@ def _refuse_unserved(config: GenerationConfig, drop_processors: bool) -> None:
     dropped = []
     for name, neutral in _NEUTRAL.items():
         value = getattr(config, name, None)
-        if not neutral or value in neutral:
+        if value in neutral:
             continue
         if name in _PROCESSORS and drop_processors:
             dropped.append(f"{name}={value!r}")
@@ -185,4 +181,4 @@ def _sampling(config: GenerationConfig) -> _native.Sampling:
     top_p = 1.0 if config.top_p is None else float(config.top_p)
     if top_k < 0:
         raise ValueError(f"top_k is {top_k}, but must be at least 0 (0: all tokens)")
-    return _native.Sampling.draw(temperature, top_k, top_p)
+    return _native.Sampling.draw(temperature, min(top_k, 2**31 - 1), top_p)

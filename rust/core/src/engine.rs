@@ -173,7 +173,7 @@ impl Engine {
             self.commit(results, now)?;
         }
         // While a step is in flight its sequences stay as they are.
-        if self.in_flight.iter().all(Option::is_none) {
+        if !self.has_step_in_flight() {
             self.read_inbox(now);
         }
         let step = match next {
@@ -183,6 +183,30 @@ impl Engine {
         self.publish_gauges();
         self.outbox.deliver(&mut self.events);
         step
+    }
+
+    /// Gives a request that cannot be taken an id and its terminal event.
+    pub fn refuse(&mut self, cause: &str, now: f64) -> RequestId {
+        let request = self.inbox.next_id();
+        let finish = Finish::Failed(cause.to_owned());
+        let output = Output {
+            tokens: vec![],
+            logprobs: vec![],
+            timestamps: vec![],
+            finish,
+            started: None,
+            ended: now,
+        };
+        Counters::add(&self.counters.failed, 1);
+        self.events.push(Event { request, news: News::End(output) });
+        self.publish_gauges();
+        self.outbox.deliver(&mut self.events);
+        request
+    }
+
+    /// Whether a step is in flight.
+    pub fn has_step_in_flight(&self) -> bool {
+        self.in_flight.iter().any(Option::is_some)
     }
 
     /// Whether nothing is active, nothing waits and no message is unread.
@@ -303,8 +327,8 @@ impl Engine {
         counters.peak_owned_blocks.fetch_max(owned, Relaxed);
     }
 
-    pub(crate) fn slot_is_free(&self, slot: Slot) -> Result<()> {
-        if self.in_flight.iter().any(Option::is_some) {
+    pub(crate) fn check_free(&self, slot: Slot) -> Result<()> {
+        if self.has_step_in_flight() {
             return Err(Error::SlotMisused { slot, problem: "cannot be planned while a step is in flight" });
         }
         Ok(())

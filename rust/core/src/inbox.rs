@@ -119,7 +119,7 @@ impl Inbox {
             return Err(Error::QueueFull { limit: self.max_queue_size });
         }
         self.queued.fetch_add(1, Ordering::Relaxed);
-        let id = RequestId(self.next_ordinal.fetch_add(1, Ordering::Relaxed));
+        let id = self.next_id();
         mail.messages.push_back(Message::Submit(id, request));
         drop(mail);
         self.arrived.notify_one();
@@ -168,6 +168,10 @@ impl Inbox {
     /// Whether no message waits.
     pub fn is_empty(&self) -> bool {
         self.lock().messages.is_empty()
+    }
+
+    pub(crate) fn next_id(&self) -> RequestId {
+        RequestId(self.next_ordinal.fetch_add(1, Ordering::Relaxed))
     }
 
     pub(crate) fn take(&self, into: &mut VecDeque<Message>) {

@@ -5,7 +5,7 @@
 //! and events go out through the [`Outbox`].
 //!
 //! ```
-//! use chairlift_core::{Engine, EngineConfig, Policy, Request, Results, Sampling, Slot, Taken, News};
+//! use chairlift_core::{Engine, EngineConfig, Policy, Request, Results, Sampling, Slot, News};
 //!
 //! let mut engine = Engine::new(EngineConfig {
 //!     page_size: 4, num_blocks: 8, num_groups: 1, max_requests_per_batch: 4, max_batch_tokens: 16,
@@ -21,7 +21,7 @@
 //! assert_eq!(&arena[step.layout.tokens.clone()], &[5, 6, 7]);
 //! // ... the device computes, and chooses token 42 for the one sampled row ...
 //! engine.advance(Some(Results { slot: Slot::A, tokens: &[42], logprobs: &[] }), None, 0.2)?;
-//! let Taken::Event(event) = engine.outbox().take_for(id, std::time::Duration::ZERO) else { panic!() };
+//! let event = engine.outbox().take_for(id).expect("it has ended");
 //! assert!(matches!(event.news, News::End(output) if output.tokens == [42]));
 //! # Ok::<(), chairlift_core::Error>(())
 //! ```
@@ -54,7 +54,7 @@ pub use error::{Error, Result};
 pub use group::{BLOCK_ALIGNMENT, Geometry, Group, Kind};
 pub use ids::{BlockId, RequestId, RowId, SeqId, Slot};
 pub use inbox::Inbox;
-pub use outbox::{Event, News, Outbox, Output, Taken};
+pub use outbox::{Event, News, Outbox, Output, Waited};
 pub use pool::{BlockPool, NUM_TRASH_BLOCKS};
 pub use queue::MAX_PASSED_OVER;
 pub use sequence::{Finish, Phase, Request, Sampling};

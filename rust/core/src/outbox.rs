@@ -2,7 +2,7 @@
 //!
 //! A reader that waits for one request gets that request's events before readers of the common queue do.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -51,14 +51,16 @@ pub struct Event {
     pub news: News,
 }
 
-/// What a reader comes back with.
+/// What a reader that waited comes back with.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Taken {
-    /// An event, now the reader's.
-    Event(Event),
+pub enum Waited {
+    /// There is an event to take, unless another reader is faster.
+    Ready,
     /// None came in time.
     Timeout,
-    /// None is there and none will come: the engine died of this.
+    /// The request's terminal event was taken by another reader: there will be no more.
+    Gone,
+    /// None is there and none will come, for this reason.
     Closed(String),
 }
 
@@ -66,50 +68,39 @@ pub enum Taken {
 struct Shelf {
     /// Events of each request, oldest first, with their place in the common order.
     by_request: HashMap<RequestId, VecDeque<(u64, News)>>,
-    /// The common order. An entry whose event was taken by a reader of its request is stale.
-    order: VecDeque<(u64, RequestId)>,
+    /// The common order.
+    order: BTreeMap<u64, RequestId>,
     next_place: u64,
-    /// Readers waiting for one request.
+    /// Readers of one request. Its terminal event, once taken, ends them all.
     claims: HashMap<RequestId, usize>,
     closed: Option<String>,
 }
 
 impl Shelf {
-    fn take_from(&mut self, request: RequestId) -> Option<Event> {
+    fn take(&mut self, request: RequestId) -> Option<Event> {
         let events = self.by_request.get_mut(&request)?;
-        let (_, news) = events.pop_front()?;
+        let (place, news) = events.pop_front()?;
         if events.is_empty() {
             self.by_request.remove(&request);
-            if self.by_request.is_empty() {
-                self.order.clear();
-            }
+        }
+        self.order.remove(&place);
+        if matches!(news, News::End(_)) {
+            self.claims.remove(&request);
         }
         Some(Event { request, news })
     }
 
-    fn take_next(&mut self) -> Option<Event> {
-        let mut at = 0;
-        while let Some(&(place, request)) = self.order.get(at) {
-            let front = self.by_request.get(&request).and_then(|events| events.front());
-            // Later events of the request stand later in the order, so a front that is younger means: taken.
-            if front.is_none_or(|&(stamp, _)| stamp > place) {
-                self.order.remove(at);
-            } else if self.claims.contains_key(&request) {
-                at += 1;
-            } else {
-                self.order.remove(at);
-                return self.take_from(request);
-            }
-        }
-        None
+    fn next_unclaimed(&self) -> Option<RequestId> {
+        self.order.values().find(|request| !self.claims.contains_key(request)).copied()
     }
 }
 
-/// One writer, many readers.
+/// One writer, many readers. To wait and to take are two calls: a reader that keeps books of its own takes under its
+/// own lock.
 #[derive(Debug, Default)]
 pub struct Outbox {
     shelf: Mutex<Shelf>,
-    delivered: Condvar,
+    changed: Condvar,
 }
 
 impl Outbox {
@@ -122,37 +113,71 @@ impl Outbox {
         for Event { request, news } in events.drain(..) {
             let place = shelf.next_place;
             shelf.next_place += 1;
-            shelf.order.push_back((place, request));
+            shelf.order.insert(place, request);
             shelf.by_request.entry(request).or_default().push_back((place, news));
         }
         drop(shelf);
-        self.delivered.notify_all();
+        self.changed.notify_all();
     }
 
-    /// The oldest event of that request.
-    pub fn take_for(&self, request: RequestId, timeout: Duration) -> Taken {
+    /// Reserves the events of a request for those that ask for them by name, until as many calls of
+    /// [`Outbox::unclaim`] or the taking of its terminal event.
+    pub fn claim(&self, request: RequestId) {
+        *self.lock().claims.entry(request).or_default() += 1;
+    }
+
+    /// Ends one [`Outbox::claim`].
+    pub fn unclaim(&self, request: RequestId) {
         let mut shelf = self.lock();
-        *shelf.claims.entry(request).or_default() += 1;
-        let taken;
-        (shelf, taken) = self.wait(shelf, timeout, |shelf| shelf.take_from(request));
         if let Some(claims) = shelf.claims.get_mut(&request) {
             *claims -= 1;
             if *claims == 0 {
                 shelf.claims.remove(&request);
+                // What it reserved is for the common queue again.
+                self.changed.notify_all();
             }
         }
-        taken
     }
 
-    /// The oldest event that nobody waits for by its request.
-    pub fn take_next(&self, timeout: Duration) -> Taken {
-        self.wait(self.lock(), timeout, Shelf::take_next).1
+    /// Takes the oldest event of that request, if there is one.
+    pub fn take_for(&self, request: RequestId) -> Option<Event> {
+        let mut shelf = self.lock();
+        let event = shelf.take(request);
+        if event.as_ref().is_some_and(|event| matches!(event.news, News::End(_))) {
+            self.changed.notify_all();
+        }
+        event
+    }
+
+    /// Takes the oldest event that nobody claims, if there is one.
+    pub fn take_next(&self) -> Option<Event> {
+        let mut shelf = self.lock();
+        let request = shelf.next_unclaimed()?;
+        shelf.take(request)
+    }
+
+    /// Waits for an event of a claimed request.
+    pub fn wait_for(&self, request: RequestId, timeout: Duration) -> Waited {
+        self.wait(timeout, |shelf| {
+            if shelf.by_request.contains_key(&request) {
+                Some(Waited::Ready)
+            } else if shelf.claims.contains_key(&request) {
+                None
+            } else {
+                Some(Waited::Gone)
+            }
+        })
+    }
+
+    /// Waits for an event that nobody claims.
+    pub fn wait_next(&self, timeout: Duration) -> Waited {
+        self.wait(timeout, |shelf| shelf.next_unclaimed().map(|_| Waited::Ready))
     }
 
     /// Nothing will come any more: readers without an event get the cause.
     pub fn close(&self, cause: &str) {
         self.lock().closed.get_or_insert_with(|| cause.to_owned());
-        self.delivered.notify_all();
+        self.changed.notify_all();
     }
 
     /// Events will come again.
@@ -162,35 +187,30 @@ impl Outbox {
 
     /// Events that nobody took yet.
     pub fn len(&self) -> usize {
-        self.lock().by_request.values().map(VecDeque::len).sum()
+        self.lock().order.len()
     }
 
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
-        self.lock().by_request.is_empty()
+        self.len() == 0
     }
 
-    fn wait<'a>(
-        &'a self,
-        mut shelf: MutexGuard<'a, Shelf>,
-        timeout: Duration,
-        take: impl Fn(&mut Shelf) -> Option<Event>,
-    ) -> (MutexGuard<'a, Shelf>, Taken) {
+    fn wait(&self, timeout: Duration, look: impl Fn(&Shelf) -> Option<Waited>) -> Waited {
         let deadline = Instant::now().checked_add(timeout);
+        let mut shelf = self.lock();
         loop {
-            if let Some(event) = take(&mut shelf) {
-                return (shelf, Taken::Event(event));
+            if let Some(waited) = look(&shelf) {
+                return waited;
             }
             if let Some(cause) = &shelf.closed {
-                let taken = Taken::Closed(cause.clone());
-                return (shelf, taken);
+                return Waited::Closed(cause.clone());
             }
             let left =
                 deadline.map_or(timeout, |deadline| deadline.saturating_duration_since(Instant::now()));
             if left.is_zero() {
-                return (shelf, Taken::Timeout);
+                return Waited::Timeout;
             }
-            (shelf, _) = self.delivered.wait_timeout(shelf, left).unwrap_or_else(PoisonError::into_inner);
+            (shelf, _) = self.changed.wait_timeout(shelf, left).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
@@ -207,44 +227,82 @@ mod tests {
         Event { request: RequestId(request), news: News::Token { token, logprob: None, time: 0.0 } }
     }
 
-    fn outbox(events: &[(u64, i32)]) -> Outbox {
+    fn end(request: u64) -> Event {
+        let output = Output {
+            tokens: vec![],
+            logprobs: vec![],
+            timestamps: vec![],
+            finish: Finish::Stop,
+            started: None,
+            ended: 0.0,
+        };
+        Event { request: RequestId(request), news: News::End(output) }
+    }
+
+    fn outbox(events: &[Event]) -> Outbox {
         let outbox = Outbox::default();
-        outbox.deliver(&mut events.iter().map(|&(request, id)| token(request, id)).collect());
+        outbox.deliver(&mut events.to_vec());
         outbox
     }
 
     #[test]
     fn a_reader_of_one_request_leaves_the_others_their_order() {
-        let outbox = outbox(&[(0, 10), (1, 11), (0, 12), (1, 13)]);
-        assert_eq!(outbox.take_for(RequestId(1), Duration::ZERO), Taken::Event(token(1, 11)));
+        let outbox = outbox(&[token(0, 10), token(1, 11), token(0, 12), token(1, 13)]);
+        assert_eq!(outbox.take_for(RequestId(1)), Some(token(1, 11)));
         for expected in [token(0, 10), token(0, 12), token(1, 13)] {
-            assert_eq!(outbox.take_next(Duration::ZERO), Taken::Event(expected));
+            assert_eq!(outbox.take_next(), Some(expected));
         }
-        assert_eq!(outbox.take_next(Duration::ZERO), Taken::Timeout);
+        assert_eq!(outbox.take_next(), None);
+        assert_eq!(outbox.wait_next(Duration::ZERO), Waited::Timeout);
         assert!(outbox.is_empty());
     }
 
     #[test]
     fn a_closed_outbox_hands_out_what_is_there_and_then_the_cause() {
-        let outbox = outbox(&[(0, 1)]);
+        let outbox = outbox(&[token(0, 1)]);
         outbox.close("gone");
-        assert_eq!(outbox.take_for(RequestId(5), Duration::MAX), Taken::Closed("gone".into()));
-        assert_eq!(outbox.take_next(Duration::MAX), Taken::Event(token(0, 1)));
-        assert_eq!(outbox.take_next(Duration::MAX), Taken::Closed("gone".into()));
+        outbox.claim(RequestId(5));
+        assert_eq!(outbox.wait_for(RequestId(5), Duration::MAX), Waited::Closed("gone".into()));
+        assert_eq!(outbox.wait_next(Duration::MAX), Waited::Ready);
+        assert_eq!(outbox.take_next(), Some(token(0, 1)));
+        assert_eq!(outbox.wait_next(Duration::MAX), Waited::Closed("gone".into()));
     }
 
     #[test]
-    fn a_claimed_request_is_not_for_the_common_queue() {
-        let outbox = std::sync::Arc::new(Outbox::default());
-        let reader = {
+    fn a_claimed_request_is_not_for_the_common_queue_until_the_claim_ends() {
+        let outbox = outbox(&[token(7, 1), token(8, 2)]);
+        outbox.claim(RequestId(7));
+        assert_eq!(outbox.take_next(), Some(token(8, 2)));
+        assert_eq!(outbox.take_next(), None);
+        outbox.unclaim(RequestId(7));
+        assert_eq!(outbox.take_next(), Some(token(7, 1)));
+    }
+
+    #[test]
+    fn who_waits_for_a_request_that_another_reader_took_to_its_end_is_told() {
+        let outbox = std::sync::Arc::new(outbox(&[]));
+        outbox.claim(RequestId(3));
+        outbox.claim(RequestId(3));
+        let waiting = {
             let outbox = outbox.clone();
-            std::thread::spawn(move || outbox.take_for(RequestId(7), Duration::from_secs(20)))
+            std::thread::spawn(move || outbox.wait_for(RequestId(3), Duration::from_secs(60)))
         };
-        while !outbox.lock().claims.contains_key(&RequestId(7)) {
-            std::thread::yield_now();
+        outbox.deliver(&mut vec![end(3)]);
+        let taken = outbox.take_for(RequestId(3));
+        assert_eq!(taken, Some(end(3)));
+        let waited = waiting.join().unwrap();
+        assert!(matches!(waited, Waited::Ready | Waited::Gone));
+        assert_eq!(outbox.wait_for(RequestId(3), Duration::MAX), Waited::Gone);
+        outbox.unclaim(RequestId(3));
+    }
+
+    #[test]
+    fn an_output_that_nobody_takes_costs_the_others_nothing() {
+        let outbox = outbox(&[end(0)]);
+        for n in 0..1000 {
+            outbox.deliver(&mut vec![token(1, n)]);
+            outbox.take_for(RequestId(1));
         }
-        outbox.deliver(&mut vec![token(7, 1), token(8, 2)]);
-        assert_eq!(outbox.take_next(Duration::ZERO), Taken::Event(token(8, 2)));
-        assert_eq!(reader.join().unwrap(), Taken::Event(token(7, 1)));
+        assert_eq!((outbox.len(), outbox.lock().order.len()), (1, 1));
     }
 }

@@ -16,15 +16,19 @@ struct Budget {
 
 impl Engine {
     pub(crate) fn plan(&mut self, slot: Slot, arena: &mut [i32], now: f64) -> Result<Option<Step>> {
-        self.slot_is_free(slot)?;
+        self.check_free(slot)?;
         let need = self.arena_capacity();
         if arena.len() < need {
             return Err(Error::BufferTooSmall { slot, buffer: "arena", have: arena.len(), need });
         }
         let mut entries = self.spare.pop().unwrap_or_default();
         entries.clear();
+        let mut first_pass = true;
         loop {
             self.choose_rows(&mut entries, now);
+            if std::mem::take(&mut first_pass) {
+                Counters::add(&self.counters.starved, self.starved.len() as u64);
+            }
             // Victims make room: for the next step when this one has rows, for this one when it has none.
             let relieved = !self.starved.is_empty() && self.choose_victims();
             if !entries.is_empty() || !relieved {
@@ -202,7 +206,6 @@ impl Engine {
             let chunk = seq.remaining().min(engine.config.max_batch_tokens);
             seq.blocks_lacking(seq.computed + chunk, page_size, num_groups)
         };
-        Counters::add(&self.counters.starved, starved.len() as u64);
         let mut demand: u32 = starved.iter().map(|&id| demand_of(self, id)).sum();
         let mut newest_first = starved.clone();
         newest_first.sort_unstable_by_key(|&id| std::cmp::Reverse(self.seqs[id].admitted));

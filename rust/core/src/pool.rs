@@ -39,16 +39,6 @@ impl BlockPool {
         self.capacity() - self.available()
     }
 
-    /// The block that padding reads.
-    pub fn read_trash(&self) -> BlockId {
-        BlockId(self.capacity())
-    }
-
-    /// The block that padding writes.
-    pub fn write_trash(&self) -> BlockId {
-        BlockId(self.capacity() + 1)
-    }
-
     /// A free block, now with one owner.
     pub fn allocate(&mut self) -> Option<BlockId> {
         let block = self.free.pop()?;
@@ -131,7 +121,10 @@ mod tests {
         let mut pool = BlockPool::new(3);
         let given: Vec<_> = std::iter::from_fn(|| pool.allocate()).collect();
         assert_eq!(given.len(), 3);
-        assert!(!given.contains(&pool.read_trash()) && !given.contains(&pool.write_trash()));
-        assert!(pool.release(pool.write_trash()).is_err());
+        let capacity = pool.capacity();
+        for trash in (0..NUM_TRASH_BLOCKS).map(|n| BlockId(capacity + n)) {
+            assert!(!given.contains(&trash));
+            assert!(pool.release(trash).is_err());
+        }
     }
 }

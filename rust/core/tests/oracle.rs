@@ -7,9 +7,7 @@
 
 mod device;
 
-use std::time::Duration;
-
-use chairlift_core::{Engine, EngineConfig, Finish, News, Policy, Request, Results, Sampling, Slot, Taken};
+use chairlift_core::{Engine, EngineConfig, Finish, News, Policy, Request, Results, Sampling, Slot};
 use device::{Device, next_token};
 use proptest::prelude::*;
 
@@ -418,7 +416,7 @@ impl Pair {
 
     fn check_events(&mut self) {
         let mut ended = Vec::new();
-        while let Taken::Event(event) = self.engine.outbox().take_next(Duration::ZERO) {
+        while let Some(event) = self.engine.outbox().take_next() {
             if let News::End(output) = event.news {
                 assert_eq!(output.tokens.len(), output.logprobs.len());
                 assert_eq!(output.tokens.len(), output.timestamps.len());

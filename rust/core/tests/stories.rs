@@ -4,10 +4,8 @@
 
 mod device;
 
-use std::time::Duration;
-
 use chairlift_core::{
-    Engine, EngineConfig, Error, Finish, News, Policy, Request, RequestId, Results, Sampling, Slot, Taken,
+    Engine, EngineConfig, Error, Finish, News, Policy, Request, RequestId, Results, Sampling, Slot,
 };
 use device::{Device, SeenRow, next_token};
 
@@ -87,7 +85,7 @@ impl Story {
 
     fn ends(&self) -> Vec<(u64, Finish, usize)> {
         let mut ends = Vec::new();
-        while let Taken::Event(event) = self.engine.outbox().take_next(Duration::ZERO) {
+        while let Some(event) = self.engine.outbox().take_next() {
             if let News::End(output) = event.news {
                 ends.push((event.request.get(), output.finish, output.tokens.len()));
             }

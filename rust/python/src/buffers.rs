@@ -1,6 +1,8 @@
 //! Buffers of the caller that the engine reads and writes while the GIL is released. The only unsafe code of the
 //! binding.
 
+use std::ops::Range;
+
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -22,7 +24,16 @@ impl<T: Element> Pinned<T> {
     }
 
     fn parts(&self) -> (*mut T, usize) {
-        (self.buffer.buf_ptr().cast(), self.buffer.item_count())
+        let len = self.buffer.item_count();
+        // An empty buffer may have no address; a slice must.
+        let start = if len == 0 { std::ptr::dangling_mut() } else { self.buffer.buf_ptr().cast() };
+        (start, len)
+    }
+
+    /// The bytes it occupies.
+    pub fn address(&self) -> Range<usize> {
+        let (start, len) = self.parts();
+        start.addr()..start.addr() + len * size_of::<T>()
     }
 
     /// The elements, to read.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use chairlift_core as core;
 use pyo3::buffer::PyBuffer;
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -85,7 +85,7 @@ impl Sampling {
         if !(temperature > 0.0 && temperature.is_finite()) {
             return Err(PyValueError::new_err(format!("temperature is {temperature}, but must be above 0")));
         }
-        if !(top_p > 0.0 && top_p <= 1.0) {
+        if !(0.0..=1.0).contains(&top_p) {
             return Err(PyValueError::new_err(format!(
                 "top_p is {top_p}, but must be above 0 and at most 1"
             )));
@@ -212,12 +212,12 @@ impl Engine {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits in slices, so that Ctrl-C gets through.
-    fn take(
+    /// Waits in slices, so that Ctrl-C gets through. True: there is something to take (or to find out).
+    fn wait(
         py: Python<'_>,
         timeout_s: Option<f64>,
-        take: impl Fn(Duration) -> core::Taken + Sync,
-    ) -> PyResult<Option<Event>> {
+        wait: impl Fn(Duration) -> core::Waited + Sync,
+    ) -> PyResult<bool> {
         let timeout = match timeout_s {
             None => Duration::MAX,
             Some(seconds) => Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX),
@@ -225,11 +225,11 @@ impl Engine {
         let start = std::time::Instant::now();
         loop {
             let left = timeout.saturating_sub(start.elapsed());
-            match py.detach(|| take(left.min(SIGNAL_INTERVAL))) {
-                core::Taken::Event(event) => return Ok(Some(event.into())),
-                core::Taken::Closed(cause) => return Err(EngineClosed::new_err(cause)),
-                core::Taken::Timeout if left <= SIGNAL_INTERVAL => return Ok(None),
-                core::Taken::Timeout => py.check_signals()?,
+            match py.detach(|| wait(left.min(SIGNAL_INTERVAL))) {
+                core::Waited::Ready | core::Waited::Gone => return Ok(true),
+                core::Waited::Closed(cause) => return Err(EngineClosed::new_err(cause)),
+                core::Waited::Timeout if left <= SIGNAL_INTERVAL => return Ok(false),
+                core::Waited::Timeout => py.check_signals()?,
             }
         }
     }
@@ -276,7 +276,26 @@ impl Engine {
             tokens: Pinned::new(tokens, "tokens")?,
             logprobs: Pinned::new(logprobs, "logprobs")?,
         };
-        self.lock().slots[slot.index()] = Some(buffers);
+        let ranges = [buffers.arena.address(), buffers.tokens.address(), buffers.logprobs.address()];
+        let overlap = |a: &Range<usize>, b: &Range<usize>| a.start < b.end && b.start < a.end;
+        let mut inner = self.lock();
+        // What the engine writes must be nobody else's, those of the other slot included.
+        let others = inner.slots.iter().enumerate().filter(|&(other, _)| other != slot.index());
+        let taken: Vec<_> = others
+            .flat_map(|(_, other)| other)
+            .flat_map(|other| [other.arena.address(), other.tokens.address(), other.logprobs.address()])
+            .collect();
+        let clash = ranges
+            .iter()
+            .enumerate()
+            .any(|(n, range)| ranges[..n].iter().chain(&taken).any(|other| overlap(range, other)));
+        if clash {
+            return Err(PyValueError::new_err("the buffers of the slots must not overlap"));
+        }
+        if inner.engine.has_step_in_flight() {
+            return Err(PyRuntimeError::new_err("buffers cannot change while a step is in flight"));
+        }
+        inner.slots[slot.index()] = Some(buffers);
         Ok(())
     }
 
@@ -368,6 +387,10 @@ impl Engine {
         Ok(id.get())
     }
 
+    fn refuse(&self, py: Python<'_>, cause: &str, now: f64) -> u64 {
+        py.detach(|| self.lock().engine.refuse(cause, now)).get()
+    }
+
     fn cancel(&self, request: u64) {
         self.inbox.cancel(core::RequestId::from_ordinal(request));
     }
@@ -394,15 +417,36 @@ impl Engine {
         self.inbox.wake();
     }
 
-    #[pyo3(signature = (timeout_s=None))]
-    fn take_next(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<Option<Event>> {
-        Self::take(py, timeout_s, |timeout| self.outbox.take_next(timeout))
+    fn claim(&self, request: u64) {
+        self.outbox.claim(core::RequestId::from_ordinal(request));
+    }
+
+    fn unclaim(&self, request: u64) {
+        self.outbox.unclaim(core::RequestId::from_ordinal(request));
     }
 
     #[pyo3(signature = (request, timeout_s=None))]
-    fn take_for(&self, py: Python<'_>, request: u64, timeout_s: Option<f64>) -> PyResult<Option<Event>> {
+    fn wait_for(&self, py: Python<'_>, request: u64, timeout_s: Option<f64>) -> PyResult<bool> {
         let request = core::RequestId::from_ordinal(request);
-        Self::take(py, timeout_s, |timeout| self.outbox.take_for(request, timeout))
+        Self::wait(py, timeout_s, |timeout| self.outbox.wait_for(request, timeout))
+    }
+
+    #[pyo3(signature = (timeout_s=None))]
+    fn wait_next(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<bool> {
+        Self::wait(py, timeout_s, |timeout| self.outbox.wait_next(timeout))
+    }
+
+    fn take_for(&self, request: u64) -> Option<Event> {
+        self.outbox.take_for(core::RequestId::from_ordinal(request)).map(Event::from)
+    }
+
+    fn take_next(&self) -> Option<Event> {
+        self.outbox.take_next().map(Event::from)
+    }
+
+    #[getter]
+    fn queued(&self) -> usize {
+        self.inbox.queued()
     }
 
     #[getter]
