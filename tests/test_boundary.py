@@ -23,7 +23,7 @@ class Device:
             _native.EngineConfig(
                 page_size=page_size,
                 num_blocks=num_blocks,
-                num_groups=1,
+                groups=[("full", 0)],
                 max_requests_per_batch=rows,
                 max_batch_tokens=tokens,
                 vocab_size=VOCAB,

@@ -43,11 +43,18 @@ def test_a_refusal_says_why(family: str, reason: str) -> None:
         generate_batch(tiny_model(family), [[5, 6, 7]], max_new_tokens=2)
 
 
-def test_a_window_is_refused_whoever_tells_of_it() -> None:
+def test_a_window_that_no_call_is_told_is_refused() -> None:
     from chairlift import generate_batch
     from tiny_models import tiny_model
 
-    # The call, only the mask function, and neither of them (only the cache).
-    for family in ("mistral", "phimoe", "moshi"):
-        with pytest.raises(ValueError, match="window of 8 tokens"):
-            generate_batch(tiny_model(family, window=8), [[5, 6, 7]], max_new_tokens=2)
+    # Plain causal calls, but the cache that `generate` makes forgets.
+    with pytest.raises(ValueError, match="window of 8 tokens, which none of its attention calls is told"):
+        generate_batch(tiny_model("moshi", window=8), [[5, 6, 7]], max_new_tokens=2)
+
+
+# Windows told by the call, or (the last two) only by the mask; beside full attention or alone.
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma3n_text", "cohere2", "gpt_oss", "phimoe", "qwen2_moe"])
+def test_windows_are_served_whoever_tells_of_them(family: str) -> None:
+    row = try_family(family)
+    assert row.windowed is not None
+    assert row.windowed.word == SERVED, row.result

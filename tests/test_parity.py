@@ -148,13 +148,29 @@ def test_an_expert_that_gets_every_token_is_no_table_of_positions() -> None:
     assert learn(model).max_positions is None
 
 
-def test_a_window_as_long_as_the_limit_bounds_a_sequence() -> None:
-    model = tiny_model("mistral", window=24, max_position_embeddings=24)
-    assert learn(model).max_positions == 24
-    (prompt,) = prompts([20])
-    output = chairlift.generate_batch(model, [prompt], max_new_tokens=30)["req_0"]
-    assert (output.finish_reason, len(output.generated_tokens)) == ("length", 4)
-    assert output.generated_tokens == reference(model, prompt, 4)[0]
+@pytest.mark.parametrize("window", [3, 4, 5, 7, 8, 16])
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_windows_shorter_and_longer_than_pages_and_chunks(family: str, window: int) -> None:
+    model = tiny_model(family, window=window)
+    inputs = prompts([1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 20, 25, 33])
+    expected = [reference(model, prompt, 12) for prompt in inputs]
+    for max_batch_tokens, num_blocks in ((3, 80), (5, 80), (64, 80), (64, 20), (16, 12)):
+        config = chairlift.ContinuousBatchingConfig(
+            page_size=4, num_blocks=num_blocks, max_batch_tokens=max_batch_tokens, safety_margin=0.0
+        )
+        outputs = chairlift.generate_batch(model, inputs, continuous_batching_config=config, max_new_tokens=12)
+        for output, (tokens, gaps) in zip(outputs.values(), expected, strict=True):
+            assert tie_aware_mismatch(output.generated_tokens, tokens, gaps) is None
+
+
+def test_a_model_of_windows_alone_outgrows_its_pool(llama: PreTrainedModel) -> None:
+    model = tiny_model("mistral", window=8)
+    (prompt,) = prompts([30])
+    config = chairlift.ContinuousBatchingConfig(page_size=4, num_blocks=4, max_batch_tokens=16)
+    output = chairlift.generate_batch(model, [prompt], continuous_batching_config=config, max_new_tokens=90)["req_0"]
+    tokens, gaps = reference(model, prompt, 90)
+    assert tie_aware_mismatch(output.generated_tokens, tokens, gaps) is None
+    assert len(output.generated_tokens) == 90
 
 
 def test_a_bound_beyond_everything_is_no_bound(llama: PreTrainedModel) -> None:
@@ -180,19 +196,19 @@ def test_a_request_full_of_nan_leaves_no_trace_in_the_blocks_it_had() -> None:
 
 def test_attention_with_a_softcap_in_slices_is_attention() -> None:
     from chairlift.attention import cpu
-    from chairlift.attention.plain import causal_visibility, scores_attention
+    from chairlift.attention.plain import Reach, scores_attention, visibility
 
     query, key, value = torch.randn(1, 4, 30, 8), torch.randn(1, 2, 70, 8), torch.randn(1, 2, 70, 8)
-    for softcap in (None, 5.0):
-        expected = scores_attention(
-            query, key, value, scale=0.3, visible=causal_visibility(30, 70, query.device), softcap=softcap
-        )
-        for scores in (1, 2000, 1 << 22):
-            out = torch.full((30, 4, 8), float("nan"))
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(cpu, "SCORES", scores)
-                cpu._Form(0.3, softcap, None).prefill(query, key, value, out)
-            assert torch.allclose(out, expected[0].transpose(0, 1), atol=1e-5)
+    for reach in (Reach(), Reach("window", 9), Reach("chunk", 16)):
+        visible = visibility(reach, range(40, 70), range(70), query.device)
+        for softcap in (None, 5.0):
+            expected = scores_attention(query, key, value, scale=0.3, visible=visible, softcap=softcap)
+            for scores in (1, 2000, 1 << 22):
+                out = torch.full((30, 4, 8), float("nan"))
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(cpu, "SCORES", scores)
+                    cpu._Form(0.3, softcap, None, reach).prefill(query, key, value, range(40, 70), 0, out)
+                assert torch.allclose(out, expected[0].transpose(0, 1), atol=1e-5)
 
 
 def test_learning_a_model_leaves_nothing_behind(llama: PreTrainedModel) -> None:

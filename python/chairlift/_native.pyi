@@ -52,6 +52,9 @@ def split_into_groups(kinds: list[tuple[int, int]]) -> tuple[int, int, list[tupl
 class EngineConfig:
     """Sizes and bounds of an engine; see `ContinuousBatchingConfig` for what they mean to a user.
 
+    `groups` tells how far back the calls of each group look: `("full", 0)`, `("window", tokens)` or
+    `("chunk", tokens)`.
+
     Raises:
         ValueError: A value out of its bounds, by name.
     """
@@ -61,7 +64,7 @@ class EngineConfig:
         *,
         page_size: int,
         num_blocks: int,
-        num_groups: int,
+        groups: list[tuple[str, int]],
         max_requests_per_batch: int,
         max_batch_tokens: int,
         vocab_size: int,
@@ -142,6 +145,9 @@ class Engine:
     """
 
     def __new__(cls, config: EngineConfig) -> Engine: ...
+    @property
+    def token_capacity(self) -> int:
+        """Tokens of one sequence that an empty pool bears."""
     @property
     def arena_capacity(self) -> int:
         """Elements that the arena of a slot needs."""

@@ -96,7 +96,7 @@ class ContinuousBatchingManager:
                 model, generation_config, drop_unsupported_processors=config.drop_unsupported_processors
             )
         self.geometry = geometry_of(self.facts.calls, config.page_size)
-        backend = choose_backend(model.config._attn_implementation, model.device, config.page_size)
+        backend = choose_backend(model.config._attn_implementation, model.device, self.geometry)
         check_packed(model, self.facts, self.geometry, backend)
         hints = WorkloadHints.of(workload_hints)
         self.batch_cost = batch_cost(self.facts, backend, hints)
@@ -470,7 +470,7 @@ class ContinuousBatchingManager:
             "model": f"{type(self.model).__name__}, {self.model.dtype}, {self.model.device}",
             "attention calls": f"{len(facts.calls)} ({shared} read the pages of another)",
             "kinds": len({call.kind for call in facts.calls}),
-            "groups": geometry.num_groups,
+            "groups": ", ".join(f"{reach.form} {reach.tokens or ''}".strip() for reach in geometry.reaches),
             "attention backend": config.attention,
             "page_size": config.page_size,
             "num_blocks": blocks,
@@ -495,8 +495,7 @@ class ContinuousBatchingManager:
     @property
     def _token_limit(self) -> int:
         """Tokens of a sequence that model and pool bear."""
-        capacity = _resolved(self.config.num_blocks) * self.config.page_size
-        bounds = (capacity, self.facts.max_positions, self.facts.limit)
+        bounds = (self._engine.token_capacity, self.facts.max_positions, self.facts.limit)
         return min(bound for bound in bounds if bound is not None)
 
     def _ordinal(self, request_id: str) -> int:

@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from chairlift.attention.interface import forward_context
-from chairlift.attention.plain import causal_visibility, scores_attention
+from chairlift.attention.plain import FULL, Reach, scores_attention, visibility
 from chairlift.evaluation import evaluating
 from chairlift.watch import ForwardWatch
 
@@ -34,6 +34,7 @@ class Kind:
     head_size_v: int
     dtype: torch.dtype
     device: torch.device
+    reach: Reach = FULL
 
     def page_bytes(self, page_size: int) -> int:
         """K and V of `page_size` tokens of one call."""
@@ -95,7 +96,7 @@ def learn(model: PreTrainedModel) -> ModelFacts:
     if not calls:
         raise refusal(model, "its layers do not call transformers' attention interface")
     # Tokens picked in order (by an expert that gets all of them, say) look like a table as long as the forward.
-    bounds = watch.table_lengths & longer_watch.table_lengths | recorder.windows
+    bounds = watch.table_lengths & longer_watch.table_lengths | _untold_window(model, calls, limit)
     further = max(longer - _PROBE_TOKENS, 1)
     return ModelFacts(
         calls=calls,
@@ -220,14 +221,12 @@ class Recorder:
     model: PreTrainedModel
     tokens: int
     calls: list[Call] = field(default_factory=list)
-    # Windows that no sequence outgrows, as they are as long as the model's limit: they bound a sequence.
-    windows: set[int] = field(default_factory=set)
     _keys_and_values: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    _masks: list["int | str | None"] = field(default_factory=list)  # see `_deviation`
+    _masks: list[Reach | str] = field(default_factory=list)  # see `_reach_of`
 
     def mask(self, **kwargs: Any) -> torch.Tensor:
         """A single number that names the mask, in the shape of one."""
-        self._masks.append(_deviation(kwargs.get("mask_function"), kwargs.get("attention_mask")))
+        self._masks.append(_reach_of(kwargs.get("mask_function"), kwargs.get("attention_mask")))
         return mask_stand_in(len(self._masks), kwargs.get("device"), kwargs.get("dtype"))
 
     def attend(
@@ -241,9 +240,9 @@ class Recorder:
     ) -> tuple[torch.Tensor, None]:
         """Records a call, and computes it."""
         self._check_shapes(query, key, value)
-        self._check_mask(module, attention_mask, kwargs)
+        reach = self._reach(module, attention_mask, kwargs)
         # Under autocast K may come wider than V, from its rotation; attention would narrow it to V's.
-        kind = Kind(key.shape[1], key.shape[3], value.shape[3], value.dtype, key.device)
+        kind = Kind(key.shape[1], key.shape[3], value.shape[3], value.dtype, key.device, reach)
         ordinal = len(self.calls)
         self.calls.append(Call(ordinal, kind, query.shape[1], self._shared_with(key, value, ordinal)))
         self._keys_and_values.append((key, value))
@@ -252,7 +251,7 @@ class Recorder:
             key.to(kind.dtype),
             value,
             scale=scale_of(query, kwargs),
-            visible=causal_visibility(self.tokens, self.tokens, query.device),
+            visible=visibility(reach, range(self.tokens), range(self.tokens), query.device),
             softcap=kwargs.get("softcap"),
             sinks=kwargs.get("s_aux"),
         )
@@ -271,22 +270,25 @@ class Recorder:
                 f"an attention call has {query.shape[1]} heads, {key.shape[1]} of K and {value.shape[1]} of V"
             )
 
-    def _check_mask(self, module: torch.nn.Module, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
-        deviation: int | str | None = None
+    def _reach(self, module: torch.nn.Module, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]) -> Reach:
         if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False and attention_mask is None:
-            deviation = "its attention is not causal"
-        elif kwargs.get("position_bias") is not None:
-            deviation = "it adds a position bias to the scores"
-        elif kwargs.get("sliding_window") is not None:
-            deviation = int(kwargs["sliding_window"])
-        elif attention_mask is not None:
-            deviation = self._mask_named_by(attention_mask)
-        if isinstance(deviation, int) and not _outgrown(self.model, deviation):
-            self.windows.add(deviation)
-        elif deviation is not None:
-            raise _Refusal(_window_reason(deviation) if isinstance(deviation, int) else deviation)
+            raise _Refusal("its attention is not causal")
+        if kwargs.get("position_bias") is not None:
+            raise _Refusal("it adds a position bias to the scores")
+        told = FULL if attention_mask is None else self._mask_named_by(attention_mask)
+        if isinstance(told, str):
+            raise _Refusal(told)
+        if told.form == "chunk":
+            raise _Refusal(f"it attends within chunks of {told.tokens} tokens, which is not served yet")
+        window = kwargs.get("sliding_window")
+        if window is None:
+            return told
+        by_call = Reach("window", int(window))
+        if told.form != "full" and told != by_call:
+            raise _Refusal(f"a call is told a window of {window} tokens, and its mask one of {told.tokens}")
+        return by_call
 
-    def _mask_named_by(self, attention_mask: torch.Tensor) -> int | str | None:
+    def _mask_named_by(self, attention_mask: torch.Tensor) -> Reach | str:
         number = int(attention_mask.flatten()[0]) if attention_mask.numel() == 1 else 0
         if 1 <= number <= len(self._masks):
             return self._masks[number - 1]
@@ -317,24 +319,13 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
-def _window_reason(window: int | None) -> str:
-    of = "" if window is None else f" of {window} tokens"
-    return f"it attends within a window{of}, which is not served yet"
-
-
-def _outgrown(model: PreTrainedModel, window: int | None) -> bool:
-    """Whether sequences get longer than a window, so that tokens leave it."""
-    limit = _config_limit(model)
-    return window is None or limit is None or window < limit
-
-
-def _deviation(mask_function: Callable[..., Any] | None, padding: Any) -> int | str | None:
-    """How a mask is not plainly causal, found by asking it: by a window of so many tokens, or why else; None when it
-    is."""
+def _reach_of(mask_function: Callable[..., Any] | None, padding: Any) -> Reach | str:
+    """How far back a mask lets a query look, found by asking it; or why it is more than that."""
     # Some models make a padding mask of ones where none was given: it hides nothing.
     hides = padding is not None and not (isinstance(padding, torch.Tensor) and bool(padding.all()))
+    own = "it makes an attention mask of its own"
     if mask_function is None or hides:
-        return "it makes an attention mask of its own"
+        return own
 
     def sees(query: int, key: int) -> bool:
         zero = torch.tensor(0)
@@ -344,20 +335,30 @@ def _deviation(mask_function: Callable[..., Any] | None, padding: Any) -> int | 
         if sees(0, 1) or sees(_FAR, _FAR + 1):
             return "its attention is not causal"
         if not sees(_FAR, _FAR):
-            return "it makes an attention mask of its own"
-        if sees(_FAR, 0):
-            return None
+            return own
         # The earliest key that a far query sees: between an unseen and a seen one.
-        unseen, seen = 0, _FAR
-        while seen - unseen > 1:
-            middle = (unseen + seen) // 2
-            unseen, seen = (unseen, middle) if sees(_FAR, middle) else (middle, seen)
-        window = _FAR - seen + 1
-        if sees(_FAR + 1, seen):
-            return "it attends within chunks, which is not served yet"
-        return window
+        first = 0 if sees(_FAR, 0) else _boundary(-1, _FAR, lambda key: sees(_FAR, key))
+        if first == 0:
+            reach = FULL
+        elif not sees(_FAR + 1, first):
+            reach = Reach("window", _FAR - first + 1)
+        else:
+            # The first query that does not see it any more is the start of the next chunk.
+            reach = Reach("chunk", _boundary(_FAR, 2 * _FAR, lambda query: not sees(query, first)) - first)
+        samples = [(query, key) for query in (0, 1, 5, 100, 4097, _FAR - 3) for key in (0, 1, 4, 99, 2049, _FAR - 9)]
+        if any(sees(query, key) != (reach.first_seen(query) <= key <= query) for query, key in samples):
+            return own
+        return reach
     except Exception:
         return "it makes an attention mask that depends on more than positions"
+
+
+def _boundary(no: int, yes: int, holds: Callable[[int], bool]) -> int:
+    """The first number from which on something holds, that does not at `no` and does at `yes`."""
+    while yes - no > 1:
+        middle = (no + yes) // 2
+        no, yes = (no, middle) if holds(middle) else (middle, yes)
+    return yes
 
 
 def _vocab_size(model: PreTrainedModel) -> int:
@@ -391,19 +392,31 @@ def _refuse_config(model: PreTrainedModel) -> None:
 
 
 def _refuse_states(model: PreTrainedModel, config: Any) -> None:
-    """The cache that `generate` makes for a model tells whether it keeps more than K and V, or only the latest."""
-    try:
-        layers = DynamicCache(config=config).layers
-    except Exception:
-        # A config that no cache can be made for says nothing; the forward will.
-        return
-    for layer in layers:
+    """The cache that `generate` makes for a model tells whether it keeps more than K and V."""
+    for layer in _cache_layers(config):
         name = type(layer).__name__
-        if name == "DynamicSlidingWindowLayer":
-            window = getattr(layer, "sliding_window", None)
-            if _outgrown(model, window):
-                raise refusal(model, _window_reason(window))
-        elif name not in ("DynamicLayer", "DummyLayer"):
+        if name not in ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"):
             raise refusal(
                 model, f"its layers keep more than K and V of attention calls ({name}), which is not served yet"
             )
+
+
+def _untold_window(model: PreTrainedModel, calls: tuple[Call, ...], limit: int | None) -> set[int]:
+    """That cache may also forget tokens, which is a window even if no call or mask is told of it. One that is as long
+    as the model's limit bounds a sequence; a shorter one cannot be served."""
+    layers = _cache_layers(model.config.get_text_config(decoder=True))
+    forgetting = {layer.sliding_window for layer in layers if hasattr(layer, "sliding_window")}
+    untold = forgetting - {call.kind.reach.tokens for call in calls if call.kind.reach.form == "window"}
+    if untold and (limit is None or min(untold) < limit):
+        raise refusal(
+            model, f"it attends within a window of {min(untold)} tokens, which none of its attention calls is told"
+        )
+    return untold
+
+
+def _cache_layers(config: Any) -> list[Any]:
+    try:
+        return list(DynamicCache(config=config).layers)
+    except Exception:
+        # A config that no cache can be made for says nothing; the forward will.
+        return []

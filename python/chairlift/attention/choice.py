@@ -8,7 +8,7 @@ import torch
 from chairlift.attention.cpu import CpuPagedAttention
 
 if TYPE_CHECKING:
-    from chairlift.engine.cache import CallPages
+    from chairlift.engine.cache import CallPages, Geometry
     from chairlift.engine.inputs import StepInputs
 
 # What a model may be loaded with, or asked for by its "paged|" name.
@@ -65,13 +65,13 @@ def available_backends() -> list[BackendInfo]:
     ]
 
 
-def choose_backend(attn_implementation: str | None, device: torch.device, page_size: int) -> Backend:
+def choose_backend(attn_implementation: str | None, device: torch.device, geometry: "Geometry") -> Backend:
     """The backend for a model.
 
     Args:
         attn_implementation: What the model was loaded with, a "paged|" before it or not.
         device: Where the model is.
-        page_size: Tokens of a page.
+        geometry: The model's pages and groups.
 
     Raises:
         ValueError: That implementation cannot be had there.
@@ -88,4 +88,4 @@ def choose_backend(attn_implementation: str | None, device: torch.device, page_s
         )
     if device.type == "cuda":
         raise ValueError("models on CUDA devices are not served yet: move the model to the CPU")
-    return CpuPagedAttention(page_size)
+    return CpuPagedAttention(geometry.page_size, geometry.reaches)

@@ -5,14 +5,14 @@ is read where it lies. No mask spans the batch, and the scores of a long chunk a
 that nothing grows with the square of a length.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from chairlift.attention.plain import causal_visibility, scores_attention
+from chairlift.attention.plain import Reach, scores_attention, visibility
 
 if TYPE_CHECKING:
     from chairlift.engine.cache import CallPages
@@ -29,36 +29,40 @@ _SCORE_BYTES = 13
 
 
 @dataclass(frozen=True)
+class InPlace:
+    """A decode whose visible context lies in one page."""
+
+    row: int  # of the step
+    block: int
+    tokens: slice  # of the page
+
+
+@dataclass(frozen=True)
 class GatheredBatch:
-    """Decodes whose contexts span pages and are alike in length."""
+    """Decodes whose visible contexts span pages and are alike in length."""
 
     rows: torch.Tensor  # [batch] rows of the step
     blocks: torch.Tensor  # [batch, pages]
-    lengths: list[int]
-    longest: int
-    visible: torch.Tensor | None  # [batch, 1, 1, longest]; None when all are equally long
+    seen: list[range]  # per row, its visible tokens in the gathered pages
+    visible: torch.Tensor  # [batch, 1, 1, gathered tokens]
 
 
 @dataclass(frozen=True)
 class Prefill:
     """The tokens of one sequence in the step."""
 
-    start: int  # its tokens in the step
-    end: int
-    kv_len: int
-    blocks: torch.Tensor  # [pages]
-
-    @property
-    def fresh(self) -> bool:
-        """Whether all its tokens are in the step, so that no page has to be read."""
-        return self.kv_len == self.end - self.start
+    of_step: slice  # its tokens
+    queries: range  # their positions
+    first_key: int  # position of the first gathered token
+    blocks: torch.Tensor | None  # [pages] from there on; None where all that is seen is in the step
 
 
 @dataclass(frozen=True)
 class GroupPlan:
     """What the calls of one group have in common in a step."""
 
-    in_place: list[tuple[int, int, int]]  # decodes within a page: row of the step, block, length
+    reach: Reach
+    in_place: list[InPlace]
     gathered: list[GatheredBatch]
     prefills: list[Prefill]
 
@@ -70,8 +74,10 @@ class CpuPagedAttention:
     # K and V of a context of several pages are copied together before they are read.
     gathers = True
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, reaches: Sequence[Reach]) -> None:
+        """A backend for pages of that size and groups that look so far back."""
         self.page_size = page_size
+        self.reaches = reaches
         self._plans: list[GroupPlan] = []
 
     def scratch_bytes(self, bytes_per_token: int, num_heads: int, max_context: int) -> int:
@@ -88,7 +94,8 @@ class CpuPagedAttention:
 
     def begin(self, inputs: "StepInputs") -> None:
         """Prepares a step: once for all calls of a group."""
-        self._plans = [self._plan(inputs, table) for table in inputs.block_tables]
+        groups = zip(inputs.block_tables, self.reaches, strict=True)
+        self._plans = [self._plan(inputs, table, reach) for table, reach in groups]
 
     def attend(
         self,
@@ -118,78 +125,91 @@ class CpuPagedAttention:
         plan = self._plans[pages.group]
         heads, tokens, _ = query.shape
         out = query.new_empty((tokens, heads, value.shape[-1]))
-        form = _Form(scale, softcap, sinks)
-        for row, block, length in plan.in_place:
-            k, v = pages.k[block, :length].transpose(0, 1), pages.v[block, :length].transpose(0, 1)
-            out[row] = form.decode(query[:, row].unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None)
+        form = _Form(scale, softcap, sinks, plan.reach)
+        for decode in plan.in_place:
+            k = pages.k[decode.block, decode.tokens].transpose(0, 1)
+            v = pages.v[decode.block, decode.tokens].transpose(0, 1)
+            out[decode.row] = form.decode(query[:, decode.row].unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None)
         for batch in plan.gathered:
-            k = _gather(pages.k, batch.blocks, batch.longest, batch.lengths)
-            v = _gather(pages.v, batch.blocks, batch.longest, batch.lengths)
+            k, v = _gather(pages.k, batch.blocks, batch.seen), _gather(pages.v, batch.blocks, batch.seen)
             out[batch.rows] = form.decode(query[:, batch.rows].transpose(0, 1), k, v, batch.visible)
         for prefill in plan.prefills:
-            of_step = slice(prefill.start, prefill.end)
-            if prefill.fresh:
-                k, v = key[:, of_step].unsqueeze(0), value[:, of_step].unsqueeze(0)
+            if prefill.blocks is None:
+                k, v = key[:, prefill.of_step].unsqueeze(0), value[:, prefill.of_step].unsqueeze(0)
             else:
-                blocks = prefill.blocks.unsqueeze(0)
-                k, v = _gather(pages.k, blocks, prefill.kv_len), _gather(pages.v, blocks, prefill.kv_len)
-            form.prefill(query[:, of_step].unsqueeze(0), k, v, out[of_step])
+                blocks, used = prefill.blocks.unsqueeze(0), prefill.queries.stop - prefill.first_key
+                k, v = _gather(pages.k, blocks)[:, :, :used], _gather(pages.v, blocks)[:, :, :used]
+            queries = query[:, prefill.of_step].unsqueeze(0)
+            form.prefill(queries, k, v, prefill.queries, prefill.first_key, out[prefill.of_step])
         return out
 
-    def _plan(self, inputs: "StepInputs", table: torch.Tensor) -> GroupPlan:
-        kv_lens, bounds = inputs.kv_lens, inputs.cu_seqlens
-        in_place: list[tuple[int, int, int]] = []
-        spanning: list[int] = []
-        first_blocks: list[int] = table[: inputs.decodes, 0].tolist()
-        for row in range(inputs.decodes):
-            if kv_lens[row] <= self.page_size:
-                in_place.append((row, first_blocks[row], kv_lens[row]))
+    def _plan(self, inputs: "StepInputs", table: torch.Tensor, reach: Reach) -> GroupPlan:
+        page_size, bounds = self.page_size, inputs.cu_seqlens
+        seen = [range(reach.first_seen(length - 1), length) for length in inputs.kv_lens[: inputs.decodes]]
+        first_pages = [tokens.start // page_size for tokens in seen]
+        rows = torch.arange(inputs.decodes, device=table.device)
+        first_blocks: list[int] = table[rows, torch.tensor(first_pages, dtype=torch.int64)].tolist()
+        in_place, spanning = [], []
+        for row, (tokens, page) in enumerate(zip(seen, first_pages, strict=True)):
+            if tokens.stop <= (page + 1) * page_size:
+                of_page = slice(tokens.start - page * page_size, tokens.stop - page * page_size)
+                in_place.append(InPlace(row, first_blocks[row], of_page))
             else:
                 spanning.append(row)
-        batches = [self._gathered(rows, kv_lens, table) for rows in _like_lengths(spanning, kv_lens)]
+        batches = [
+            self._gathered(rows, seen, table) for rows in _like_lengths({row: len(seen[row]) for row in spanning})
+        ]
         prefills = []
-        for row in range(inputs.decodes, len(kv_lens)):
-            start, end, kv_len = bounds[row], bounds[row + 1], kv_lens[row]
-            blocks = table[row, : -(-kv_len // self.page_size)]
-            prefills.append(Prefill(start, end, kv_len, blocks))
-        return GroupPlan(in_place, batches, prefills)
+        for row in range(inputs.decodes, len(inputs.kv_lens)):
+            of_step = slice(bounds[row], bounds[row + 1])
+            end = inputs.kv_lens[row]
+            queries = range(end - (of_step.stop - of_step.start), end)
+            page = reach.first_seen(queries.start) // page_size
+            blocks = None if queries.start == 0 else table[row, page : -(-end // page_size)]
+            prefills.append(Prefill(of_step, queries, 0 if blocks is None else page * page_size, blocks))
+        return GroupPlan(reach, in_place, batches, prefills)
 
-    def _gathered(self, rows: list[int], kv_lens: Sequence[int], table: torch.Tensor) -> GatheredBatch:
-        lengths = [kv_lens[row] for row in rows]
-        longest = max(lengths)
-        index = torch.tensor(rows, device=table.device)
-        blocks = table[index, : -(-longest // self.page_size)]
-        visible = None
-        if min(lengths) < longest:
-            ends = torch.tensor(lengths, device=table.device).unsqueeze(1)
-            visible = (torch.arange(longest, device=table.device) < ends)[:, None, None, :]
-        return GatheredBatch(index, blocks, lengths, longest, visible)
+    def _gathered(self, rows: list[int], seen: Sequence[range], table: torch.Tensor) -> GatheredBatch:
+        page_size, device = self.page_size, table.device
+        first_pages = [seen[row].start // page_size for row in rows]
+        pages = max(-(-seen[row].stop // page_size) - page for row, page in zip(rows, first_pages, strict=True))
+        of_pages = torch.tensor(first_pages, device=device).unsqueeze(1) + torch.arange(pages, device=device)
+        index = torch.tensor(rows, device=device)
+        # Beyond a shorter row's last page any block will do: what is not seen is cleared.
+        blocks = table[index.unsqueeze(1), of_pages.clamp(max=table.shape[1] - 1)]
+        offsets = [page * page_size for page in first_pages]
+        of_rows = [
+            range(seen[row].start - offset, seen[row].stop - offset) for row, offset in zip(rows, offsets, strict=True)
+        ]
+        places = torch.arange(pages * page_size, device=device)
+        starts = torch.tensor([tokens.start for tokens in of_rows], device=device).unsqueeze(1)
+        stops = torch.tensor([tokens.stop for tokens in of_rows], device=device).unsqueeze(1)
+        visible = ((places >= starts) & (places < stops))[:, None, None, :]
+        return GatheredBatch(index, blocks, of_rows, visible)
 
 
-def _like_lengths(rows: list[int], kv_lens: Sequence[int]) -> list[list[int]]:
-    """Cuts rows into batches of like length and bounded size."""
+def _like_lengths(lengths: Mapping[int, int]) -> list[list[int]]:
+    """Cuts rows, given with their lengths, into batches of like length and bounded size."""
     batches: list[list[int]] = []
-    for row in sorted(rows, key=lambda row: kv_lens[row]):
-        length = kv_lens[row]
+    for row, length in sorted(lengths.items(), key=lambda item: item[1]):
         if batches:
             batch = batches[-1]
             fits = (len(batch) + 1) * length <= GATHERED_TOKENS
-            if fits and length <= PADDING_LIMIT * kv_lens[batch[0]]:
+            if fits and length <= PADDING_LIMIT * lengths[batch[0]]:
                 batch.append(row)
                 continue
         batches.append([row])
     return batches
 
 
-def _gather(
-    pages: torch.Tensor, blocks: torch.Tensor, longest: int, lengths: Sequence[int] | None = None
-) -> torch.Tensor:
-    """[batch, heads, longest, size] from [blocks, page, heads, size] by [batch, pages] block numbers."""
+def _gather(pages: torch.Tensor, blocks: torch.Tensor, seen: Sequence[range] = ()) -> torch.Tensor:
+    """[batch, heads, tokens, size] from [blocks, page, heads, size] by [batch, pages] block numbers."""
     gathered = pages[blocks].flatten(1, 2)
-    for row, length in enumerate(lengths or ()):
-        # What a former owner left behind a shorter row is masked, but a NaN would come through a mask.
-        gathered[row, length:longest] = 0
-    return gathered[:, :longest].transpose(1, 2)
+    for row, tokens in enumerate(seen):
+        # What a former owner left around a row's tokens is masked, but a NaN would come through a mask.
+        gathered[row, : tokens.start] = 0
+        gathered[row, tokens.stop :] = 0
+    return gathered.transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -199,6 +219,7 @@ class _Form:
     scale: float
     softcap: float | None
     sinks: torch.Tensor | None
+    reach: Reach
 
     @property
     def plain(self) -> bool:
@@ -217,25 +238,35 @@ class _Form:
         out = scaled_dot_product_attention(grouped, key, value, attn_mask=visible, scale=self.scale)
         return out.reshape(batch, heads, -1)
 
-    def prefill(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
-        """The last tokens of one sequence: [1, heads, tokens, size] into out, [tokens, heads, size of V]."""
-        heads, tokens, keys = query.shape[1], query.shape[2], key.shape[2]
+    def prefill(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        queries: range,
+        first_key: int,
+        out: torch.Tensor,
+    ) -> None:
+        """Tokens of one sequence, at the positions `queries`, over keys from position `first_key` to the last of them:
+        [1, heads, tokens, size] into out, [tokens, heads, size of V]."""
+        heads, keys = query.shape[1], key.shape[2]
         gqa = heads != key.shape[1]
-        if self.plain and tokens == keys:
+        if self.plain and queries.start == first_key and self.reach.sees_all(len(queries)):
             whole = scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=gqa)
             out.copy_(whole[0].transpose(0, 1))
             return
         at_once = max(1, SCORES // (heads * keys))
-        for start in range(0, tokens, at_once):
-            end = min(start + at_once, tokens)
-            seen = keys - tokens + end
-            visible = causal_visibility(end - start, seen, query.device)
-            part, k, v = query[:, :, start:end], key[:, :, :seen], value[:, :, :seen]
+        for start in range(0, len(queries), at_once):
+            part = queries[start : start + at_once]
+            seen = range(max(first_key, self.reach.first_seen(part.start)), part.stop)
+            of_keys = slice(seen.start - first_key, seen.stop - first_key)
+            visible = visibility(self.reach, part, seen, query.device)
+            q, k, v = query[:, :, start : start + len(part)], key[:, :, of_keys], value[:, :, of_keys]
             if self.plain:
-                of_part = scaled_dot_product_attention(part, k, v, attn_mask=visible, scale=self.scale, enable_gqa=gqa)
+                attended = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self.scale, enable_gqa=gqa)
             else:
-                of_part = self._written_out(part, k, v, visible)
-            out[start:end] = of_part[0].transpose(0, 1)
+                attended = self._written_out(q, k, v, visible)
+            out[start : start + len(part)] = attended[0].transpose(0, 1)
 
     def _written_out(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None

@@ -1,5 +1,8 @@
 """Attention written out: what every backend must agree with, and what serves where no kernel does."""
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 
 
@@ -45,8 +48,44 @@ def scores_attention(
     return torch.matmul(weights, value.unsqueeze(2)).reshape(batch, heads, queries, -1)
 
 
-def causal_visibility(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
-    """[queries, keys], for queries that are the last of the keys."""
-    first = num_keys - num_queries
-    keys = torch.arange(num_keys, device=device)
-    return keys <= torch.arange(first, num_keys, device=device).unsqueeze(1)
+@dataclass(frozen=True)
+class Reach:
+    """How far back attention looks.
+
+    Attributes:
+        form: `full`: to the first token; `window`: over `tokens` tokens, the query's own included; `chunk`: to the
+            start of the query's chunk of `tokens` tokens.
+        tokens: 0 for `full`.
+    """
+
+    form: Literal["full", "window", "chunk"] = "full"
+    tokens: int = 0
+
+    def first_seen(self, position: int) -> int:
+        """The first position that a query at `position` sees."""
+        match self.form:
+            case "full":
+                return 0
+            case "window":
+                return max(0, position + 1 - self.tokens)
+            case "chunk":
+                return position - position % self.tokens
+
+    def sees_all(self, length: int) -> bool:
+        """Whether every token of a sequence of that length sees all before it."""
+        return self.form == "full" or length <= self.tokens
+
+
+FULL = Reach()
+
+
+def visibility(reach: Reach, queries: range, keys: range, device: torch.device) -> torch.Tensor:
+    """[queries, keys] bool: which keys each query sees, both given by their positions."""
+    query = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)
+    key = torch.arange(keys.start, keys.stop, device=device)
+    seen = key <= query
+    if reach.form == "window":
+        seen &= key > query - reach.tokens
+    elif reach.form == "chunk":
+        seen &= key // reach.tokens == query // reach.tokens
+    return seen

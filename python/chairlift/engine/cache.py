@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from chairlift import _native
+from chairlift.attention.plain import Reach
 from chairlift.probe import Call, Kind
 
 
@@ -26,8 +27,13 @@ class Geometry:
     page_size: int
     block_bytes: int
     padding_bytes: int  # of a whole-model block
-    num_groups: int
+    reaches: tuple[Reach, ...]  # how far back the calls of each group look
     places: dict[int, tuple[int, int]]  # ordinal of a call with pages: its group, and its byte offset in the block
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of calls."""
+        return len(self.reaches)
 
     @property
     def model_block_bytes(self) -> int:
@@ -49,7 +55,8 @@ def geometry_of(calls: Sequence[Call], page_size: int) -> Geometry:
         kind = kinds[kind_index]
         for place, ordinal in enumerate(of_kind[kind][start:end]):
             places[ordinal] = (group, place * kind.page_bytes(page_size))
-    return Geometry(page_size, block_bytes, padding_bytes, len(groups), places)
+    reaches = tuple(kinds[kind_index].reach for kind_index, _, _ in groups)
+    return Geometry(page_size, block_bytes, padding_bytes, reaches, places)
 
 
 class CacheTensors:

@@ -36,11 +36,11 @@ class Session:
             _native.EngineConfig(
                 page_size=geometry.page_size,
                 num_blocks=num_blocks,
-                num_groups=geometry.num_groups,
+                groups=[(reach.form, reach.tokens) for reach in geometry.reaches],
                 max_requests_per_batch=max_requests_per_batch,
                 max_batch_tokens=max_batch_tokens,
                 vocab_size=facts.vocab_size,
-                max_cache_reads=num_blocks * geometry.page_size if backend.gathers else None,
+                max_cache_reads=num_blocks * geometry.num_groups * geometry.page_size if backend.gathers else None,
                 safety_margin=safety_margin,
                 scheduler_type=scheduler_type,
                 max_positions=facts.max_positions,

@@ -19,6 +19,9 @@
 
 use std::ops::Range;
 
+use crate::config::EngineConfig;
+use crate::group::Reach;
+
 /// Elements of one entry of `draws`.
 pub const DRAW_WIDTH: usize = 3;
 /// Elements of one entry of `table_changes`.
@@ -93,15 +96,22 @@ impl ArenaLayout {
     }
 
     /// Elements that no step exceeds.
-    pub fn capacity(max_rows: usize, max_tokens: usize, page_size: usize, num_groups: usize) -> usize {
+    pub fn capacity(config: &EngineConfig) -> usize {
+        let (rows, tokens) = (config.max_requests_per_batch as usize, config.max_batch_tokens as usize);
+        let (page_size, num_groups) = (config.page_size as usize, config.groups.len());
+        // A row starts at most one page more than its tokens fill.
+        let started = num_groups * (tokens / page_size + rows);
+        // What a row forgets it held: its last step's pages, and those that a token sees.
+        let seen = |reach: &Reach| reach.most_seen().map_or(0, |seen| rows * (seen as usize / page_size + 2));
+        let forgotten = config.groups.iter().map(seen).sum::<usize>();
+        let forgotten = if forgotten == 0 { 0 } else { forgotten + started };
         let shape = StepShape {
-            rows: max_rows,
-            decodes: max_rows,
-            tokens: max_tokens,
-            sampled: max_rows,
-            // A row starts at most one page more than its tokens fill.
-            table_changes: num_groups * (max_tokens / page_size + max_rows),
-            row_changes: max_rows,
+            rows,
+            decodes: rows,
+            tokens,
+            sampled: rows,
+            table_changes: started + forgotten.min(config.pool_blocks().unwrap_or(u32::MAX) as usize),
+            row_changes: rows,
         };
         Self::new(&shape, num_groups).len()
     }

@@ -1,11 +1,13 @@
 //! What becomes of a planned step: committed with its results, or abandoned without a trace.
 
+use crate::config::EngineConfig;
 use crate::counters::Counters;
 use crate::engine::{Arrival, Engine, Results};
 use crate::error::{Error, Result};
 use crate::ids::Slot;
 use crate::outbox::{Event, News};
-use crate::sequence::{Finish, Phase};
+use crate::pool::BlockPool;
+use crate::sequence::{Finish, Phase, Sequence};
 
 impl Engine {
     pub(crate) fn commit(&mut self, results: Results<'_>, now: f64) -> Result<()> {
@@ -30,6 +32,9 @@ impl Engine {
         for entry in &entries {
             let seq = &mut self.seqs[entry.id];
             seq.computed += entry.len;
+            if !seq.forgotten.is_empty() {
+                forget_pages(seq, &self.config, &mut self.pool);
+            }
             if seq.phase == Phase::Prefilling {
                 prompt_tokens += u64::from(entry.len);
             }
@@ -114,5 +119,20 @@ impl Engine {
         self.publish_gauges();
         self.outbox.deliver(&mut self.events);
         Ok(())
+    }
+}
+
+/// Gives back the pages that no later token of the sequence sees. Their places in the table stay, as trash.
+fn forget_pages(seq: &mut Sequence, config: &EngineConfig, pool: &mut BlockPool) {
+    let num_groups = config.groups.len();
+    seq.forgotten_before.copy_from_slice(&seq.forgotten);
+    for (group, reach) in config.groups.iter().enumerate() {
+        let first_seen = (reach.first_seen(seq.computed) / config.page_size) as usize;
+        for page in seq.forgotten[group] as usize..first_seen.min(seq.blocks.len() / num_groups) {
+            let block = std::mem::replace(&mut seq.blocks[page * num_groups + group], pool.read_trash());
+            let released = pool.release(block);
+            debug_assert!(released.is_ok(), "{released:?}");
+            seq.forgotten[group] = page as u32 + 1;
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! What an engine is made with. Values are resolved by the caller; here they are only checked.
 
 use crate::error::{Error, Result};
+use crate::group::Reach;
 
 /// The order in which a step takes its rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -15,10 +16,10 @@ pub enum Policy {
 pub struct EngineConfig {
     /// Tokens of a page.
     pub page_size: u32,
-    /// Whole-model blocks of the pool: the pool has `num_blocks * num_groups` blocks.
+    /// Whole-model blocks of the pool: the pool has so many for each group.
     pub num_blocks: u32,
-    /// Groups of calls; each takes a block for the same tokens.
-    pub num_groups: u32,
+    /// Groups of calls, by how far back they look; each takes a block for the same tokens.
+    pub groups: Vec<Reach>,
     /// Rows of the device-resident tables: sequences that can be active at once.
     pub max_requests_per_batch: u32,
     /// Tokens of a step.
@@ -48,7 +49,12 @@ impl EngineConfig {
         let checks = [
             ("page_size", self.page_size >= 1, self.page_size.to_string(), "at least 1"),
             ("num_blocks", self.num_blocks >= 1, self.num_blocks.to_string(), "at least 1"),
-            ("num_groups", self.num_groups >= 1, self.num_groups.to_string(), "at least 1"),
+            (
+                "groups",
+                !self.groups.is_empty() && self.groups.iter().all(|reach| reach.most_seen() != Some(0)),
+                format!("{:?}", self.groups),
+                "at least one, windows and chunks at least one token long",
+            ),
             (
                 "max_requests_per_batch",
                 self.max_requests_per_batch >= 1 && self.max_requests_per_batch <= self.max_batch_tokens,
@@ -74,9 +80,9 @@ impl EngineConfig {
             ),
             (
                 "max_cache_reads",
-                self.max_cache_reads.is_none_or(|reads| reads >= self.capacity_tokens()),
+                self.max_cache_reads.is_none_or(|reads| reads >= self.most_reads()),
                 format!("{:?}", self.max_cache_reads),
-                "at least the tokens of one sequence that the pool holds",
+                "at least what one sequence may read that fills the pool",
             ),
         ];
         match checks.into_iter().find(|(_, holds, ..)| !holds) {
@@ -85,19 +91,47 @@ impl EngineConfig {
         }
     }
 
-    /// Blocks of the pool, `None` beyond what a block number can count.
-    pub fn pool_blocks(&self) -> Option<u32> {
-        self.num_blocks.checked_mul(self.num_groups)
+    /// Groups of calls.
+    pub fn num_groups(&self) -> u32 {
+        self.groups.len() as u32
     }
 
-    /// Tokens of one sequence that an empty pool holds.
+    /// Blocks of the pool, `None` beyond what a block number can count.
+    pub fn pool_blocks(&self) -> Option<u32> {
+        self.num_blocks.checked_mul(self.num_groups())
+    }
+
+    /// Blocks that hold `len` tokens of one sequence while it grows by one token a step.
+    pub(crate) fn blocks_to_hold(&self, len: u32) -> u32 {
+        self.groups.iter().map(|reach| reach.pages(len, self.page_size)).sum()
+    }
+
+    /// Tokens of one sequence that an empty pool bears; positions are counted in int32.
     pub fn capacity_tokens(&self) -> u64 {
-        u64::from(self.num_blocks) * u64::from(self.page_size)
+        let pool = self.num_blocks.saturating_mul(self.num_groups());
+        let (mut fits, mut too_many) = (0, i32::MAX as u32);
+        while too_many - fits > 1 {
+            let middle = fits + (too_many - fits) / 2;
+            if self.blocks_to_hold(middle) <= pool { fits = middle } else { too_many = middle }
+        }
+        u64::from(fits)
+    }
+
+    /// Tokens that one sequence reads in a step that brings one token, at most.
+    fn most_reads(&self) -> u64 {
+        let seen = |reach: &Reach| reach.most_seen().map_or(u64::MAX, u64::from);
+        let longest = self.capacity_tokens().min(self.max_positions.map_or(u64::MAX, u64::from));
+        self.groups.iter().map(seen).max().unwrap_or(0).min(longest)
     }
 
     /// Available blocks with fewer than which prefills wait.
     pub(crate) fn reserve(&self) -> u32 {
-        let pool = self.num_blocks * self.num_groups;
+        let pool = self.num_blocks * self.num_groups();
         (self.safety_margin * f64::from(pool)).ceil() as u32
+    }
+
+    /// Whether some group forgets tokens.
+    pub(crate) fn has_windows(&self) -> bool {
+        self.groups.iter().any(|&reach| reach != Reach::Full)
     }
 }

@@ -100,7 +100,7 @@ impl Engine {
     /// [`Error::InvalidConfig`].
     pub fn new(config: EngineConfig) -> Result<Self> {
         config.validate()?;
-        let pool_blocks = config.num_blocks * config.num_groups;
+        let pool_blocks = config.num_blocks * config.num_groups();
         let engine = Self {
             pool: BlockPool::new(pool_blocks),
             rows: Rows::new(config.max_requests_per_batch),
@@ -147,12 +147,7 @@ impl Engine {
 
     /// Elements that the arena of a slot needs.
     pub fn arena_capacity(&self) -> usize {
-        ArenaLayout::capacity(
-            self.config.max_requests_per_batch as usize,
-            self.config.max_batch_tokens as usize,
-            self.config.page_size as usize,
-            self.config.num_groups as usize,
-        )
+        ArenaLayout::capacity(&self.config)
     }
 
     /// The call of a step: commits the results of one slot, reads the inbox, and plans the next step into the arena
@@ -264,6 +259,12 @@ impl Engine {
             computed: 0,
             max_len: wanted.min(capacity) as u32,
             blocks: Vec::new(),
+            forgotten: if self.config.has_windows() { vec![0; self.config.groups.len()] } else { Vec::new() },
+            forgotten_before: if self.config.has_windows() {
+                vec![0; self.config.groups.len()]
+            } else {
+                Vec::new()
+            },
             row: None,
             admitted: 0,
             passed_over: 0,

@@ -15,6 +15,43 @@ pub const BLOCK_ALIGNMENT: u64 = 64;
 /// A group costs every sequence one more block table, so one more group must save at least this part of the pool.
 const GROUP_WORTH: f64 = 0.02;
 
+/// How far back the calls of a group look.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reach {
+    /// To the first token.
+    Full,
+    /// Over so many tokens, the query's own included; at least 1.
+    Window(u32),
+    /// To the start of the query's chunk; chunks are so many tokens long, at least 1.
+    Chunk(u32),
+}
+
+impl Reach {
+    /// The first position that a query at `position` sees.
+    pub fn first_seen(self, position: u32) -> u32 {
+        match self {
+            Reach::Full => 0,
+            Reach::Window(window) => (position + 1).saturating_sub(window),
+            Reach::Chunk(chunk) => position - position % chunk,
+        }
+    }
+
+    /// Tokens that a query sees at most, its own included; `None`: all.
+    pub fn most_seen(self) -> Option<u32> {
+        match self {
+            Reach::Full => None,
+            Reach::Window(tokens) | Reach::Chunk(tokens) => Some(tokens),
+        }
+    }
+
+    /// Pages that hold what the last of `len` tokens sees, at most.
+    pub(crate) fn pages(self, len: u32, page_size: u32) -> u32 {
+        let all = len.div_ceil(page_size);
+        // A stretch of tokens that starts at the end of a page lies in one page more than it fills.
+        self.most_seen().map_or(all, |seen| all.min((seen - 1).div_ceil(page_size) + 1))
+    }
+}
+
 /// Calls that are alike.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Kind {

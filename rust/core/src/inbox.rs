@@ -188,6 +188,11 @@ impl Inbox {
         self.queued.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// Tokens of one sequence that an empty pool bears.
+    pub fn capacity_tokens(&self) -> u64 {
+        self.capacity_tokens
+    }
+
     /// Requests submitted and not yet admitted for the first time.
     pub fn queued(&self) -> usize {
         self.queued.load(Ordering::Relaxed)

@@ -16,7 +16,7 @@ impl Engine {
         let mut rows = vec![false; self.rows.capacity() as usize];
         let (mut with_row, mut waiting) = (0, 0);
         for (id, seq) in &self.seqs {
-            for block in &seq.blocks {
+            for block in seq.blocks.iter().filter(|&&block| block != self.pool.read_trash()) {
                 match references.get_mut(block.get() as usize) {
                     Some(count) => *count += 1,
                     None => {
@@ -76,13 +76,28 @@ impl Engine {
         let seq = &self.seqs[id];
         let planned = self.in_flight.iter().flatten().flatten().filter(|entry| entry.id == id);
         let held = seq.computed + planned.map(|entry| entry.len).sum::<u32>();
-        let expected = held.div_ceil(self.config.page_size) * self.config.num_groups;
+        let expected = held.div_ceil(self.config.page_size) * self.config.num_groups();
         if seq.row.is_some() && seq.blocks.len() as u32 != expected {
             return corrupt(format!(
                 "request {} holds {} blocks, its {held} tokens need {expected}",
                 seq.request,
                 seq.blocks.len()
             ));
+        }
+        for (group, reach) in self.config.groups.iter().enumerate() {
+            let forgotten = seq.forgotten.get(group).copied().unwrap_or(0);
+            let unseen =
+                if seq.computed == 0 { 0 } else { reach.first_seen(seq.computed) / self.config.page_size };
+            let of_group = seq.blocks.iter().skip(group).step_by(self.config.groups.len());
+            let trash = of_group.map(|&block| block == self.pool.read_trash());
+            if forgotten != unseen
+                || !trash.enumerate().all(|(page, trash)| trash == ((page as u32) < forgotten))
+            {
+                return corrupt(format!(
+                    "request {}: group {group} gave back {forgotten} pages, {unseen} are unseen",
+                    seq.request
+                ));
+            }
         }
         let known = seq.tokens.len() as u32;
         if seq.computed >= known || known >= seq.max_len || held > known {

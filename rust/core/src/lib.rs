@@ -5,10 +5,10 @@
 //! and events go out through the [`Outbox`].
 //!
 //! ```
-//! use chairlift_core::{Engine, EngineConfig, Policy, Request, Results, Sampling, Slot, News};
+//! use chairlift_core::{Engine, EngineConfig, Policy, Reach, Request, Results, Sampling, Slot, News};
 //!
 //! let mut engine = Engine::new(EngineConfig {
-//!     page_size: 4, num_blocks: 8, num_groups: 1, max_requests_per_batch: 4, max_batch_tokens: 16,
+//!     page_size: 4, num_blocks: 8, groups: vec![Reach::Full], max_requests_per_batch: 4, max_batch_tokens: 16,
 //!     max_cache_reads: None, safety_margin: 0.15, policy: Policy::Fifo, vocab_size: 97, max_positions: None,
 //!     max_queue_size: 0, seed: 0,
 //! })?;
@@ -51,7 +51,7 @@ pub use config::{EngineConfig, Policy};
 pub use counters::{Counters, Stats};
 pub use engine::{Engine, Results, Step};
 pub use error::{Error, Result};
-pub use group::{BLOCK_ALIGNMENT, Geometry, Group, Kind};
+pub use group::{BLOCK_ALIGNMENT, Geometry, Group, Kind, Reach};
 pub use ids::{BlockId, RequestId, RowId, SeqId, Slot};
 pub use inbox::Inbox;
 pub use outbox::{Event, News, Outbox, Output, Waited};

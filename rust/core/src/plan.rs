@@ -6,7 +6,7 @@ use crate::engine::{Arrival, Engine, Entry, Step};
 use crate::error::{Error, Result};
 use crate::ids::{SeqId, Slot};
 use crate::queue::MAX_PASSED_OVER;
-use crate::sequence::{Phase, Sampling};
+use crate::sequence::{Phase, Sampling, Sequence};
 
 /// What is left for the step that is being planned.
 struct Budget {
@@ -69,7 +69,7 @@ impl Engine {
                 self.split.push(id);
                 continue;
             }
-            let reads = u64::from(seq.computed) + 1;
+            let reads = self.reads(id, 1);
             if budget.tokens == 0 || reads > budget.cache_reads {
                 // The ones that this step leaves out are first in the next.
                 if self.decode_cursor == 0 {
@@ -92,10 +92,15 @@ impl Engine {
             if budget.tokens == 0 || !self.prefills_go_on(entries) {
                 break;
             }
-            let Some(chunk) = self.chunk(id, budget) else { continue };
-            if self.extend(id, chunk, entries) {
+            let chunk = self.chunk(id, budget);
+            if chunk == 0 {
+                continue;
+            }
+            // With blocks for a part of it, a part goes on.
+            let chunk = chunk.min(self.room(id));
+            if chunk > 0 && self.extend(id, chunk, entries) {
                 budget.tokens -= chunk;
-                budget.cache_reads -= u64::from(self.seqs[id].computed + chunk);
+                budget.cache_reads -= self.reads(id, chunk);
             } else {
                 self.starved.push(id);
             }
@@ -113,10 +118,9 @@ impl Engine {
             }
             let Some(id) = self.queue.candidate(at, &self.seqs) else { break };
             let seq = &self.seqs[id];
-            let lacking =
-                seq.blocks_lacking(seq.tokens.len() as u32, self.config.page_size, self.config.num_groups);
-            let chunk = self.chunk(id, budget).filter(|_| lacking <= self.pool.available());
-            let Some(chunk) = chunk else {
+            let lacking = self.config.blocks_to_hold(seq.tokens.len() as u32);
+            let chunk = self.chunk(id, budget).min(self.room(id));
+            if chunk == 0 || lacking > self.pool.available() {
                 if at == 0 {
                     if seq.passed_over >= MAX_PASSED_OVER {
                         break;
@@ -137,7 +141,7 @@ impl Engine {
                 entry.arrival = arrival;
             }
             budget.tokens -= chunk;
-            budget.cache_reads -= u64::from(chunk);
+            budget.cache_reads -= self.reads(id, chunk);
         }
     }
 
@@ -168,18 +172,31 @@ impl Engine {
         self.pool.available() >= self.config.reserve() || entries.is_empty()
     }
 
-    /// How many of its known tokens a prefill brings.
-    fn chunk(&self, id: SeqId, budget: &Budget) -> Option<u32> {
+    /// How many of its known tokens a prefill brings, for all that the budgets say.
+    fn chunk(&self, id: SeqId, budget: &Budget) -> u32 {
         let seq = &self.seqs[id];
-        let chunk = seq.remaining().min(budget.tokens);
-        (u64::from(seq.computed) + u64::from(chunk) <= budget.cache_reads).then_some(chunk)
+        let seen_before = self.reads(id, 1) - 1;
+        let readable = budget.cache_reads.saturating_sub(seen_before).min(u64::from(u32::MAX)) as u32;
+        seq.remaining().min(budget.tokens).min(readable)
+    }
+
+    /// Tokens of K and V that the group that looks farthest back reads for the next `len` tokens.
+    fn reads(&self, id: SeqId, len: u32) -> u64 {
+        let computed = self.seqs[id].computed;
+        let first_seen = self.config.groups.iter().map(|reach| reach.first_seen(computed)).min().unwrap_or(0);
+        u64::from(computed - first_seen) + u64::from(len)
+    }
+
+    /// Tokens that the available blocks extend a sequence by.
+    fn room(&self, id: SeqId) -> u32 {
+        self.seqs[id].room(self.pool.available(), self.config.page_size, self.config.num_groups())
     }
 
     /// Plans `len` more tokens of a sequence with a row, if their blocks can be had.
     fn extend(&mut self, id: SeqId, len: u32, entries: &mut Vec<Entry>) -> bool {
         let seq = &mut self.seqs[id];
         let end = seq.computed + len;
-        let lacking = seq.blocks_lacking(end, self.config.page_size, self.config.num_groups);
+        let lacking = seq.blocks_lacking(end, self.config.page_size, self.config.num_groups());
         if lacking > self.pool.available() {
             return false;
         }
@@ -200,7 +217,7 @@ impl Engine {
     /// the last active one. Tells whether there was a victim.
     fn choose_victims(&mut self) -> bool {
         let starved = std::mem::take(&mut self.starved);
-        let (page_size, num_groups) = (self.config.page_size, self.config.num_groups);
+        let (page_size, num_groups) = (self.config.page_size, self.config.num_groups());
         let demand_of = |engine: &Self, id: SeqId| {
             let seq = &engine.seqs[id];
             let chunk = seq.remaining().min(engine.config.max_batch_tokens);
@@ -226,6 +243,8 @@ impl Engine {
     fn soft_reset(&mut self, id: SeqId) {
         let Some(seq) = self.seqs.get_mut(id) else { return };
         self.pool.release_tail(&mut seq.blocks, 0);
+        seq.forgotten.fill(0);
+        seq.forgotten_before.fill(0);
         seq.computed = 0;
         seq.phase = Phase::Pending;
         if let Some(row) = seq.row.take() {
@@ -239,13 +258,15 @@ impl Engine {
 
     /// Writes the step into the arena.
     fn write(&self, slot: Slot, entries: &[Entry], arena: &mut [i32]) -> Step {
-        let num_groups = self.config.num_groups as usize;
+        let num_groups = self.config.num_groups() as usize;
         let page_size = self.config.page_size;
         let mut shape = StepShape { rows: entries.len(), ..StepShape::default() };
         for entry in entries {
             shape.tokens += entry.len as usize;
             shape.sampled += usize::from(entry.sampled);
-            shape.table_changes += self.seqs[entry.id].blocks.len() - entry.blocks_before as usize;
+            let seq = &self.seqs[entry.id];
+            shape.table_changes += seq.blocks.len() - entry.blocks_before as usize;
+            shape.table_changes += forgotten_pages(seq).count();
             shape.row_changes += usize::from(entry.arrival != Arrival::No);
         }
         shape.decodes = entries.iter().take_while(|entry| entry.len == 1).count();
@@ -281,12 +302,17 @@ impl Engine {
                 arena[draw + 2] = end as i32;
                 sampled_at += 1;
             }
-            for at in entry.blocks_before as usize..seq.blocks.len() {
+            let news = entry.blocks_before as usize..seq.blocks.len();
+            let news = news.map(|at| (at % num_groups, at / num_groups));
+            for (group, page) in forgotten_pages(seq).chain(news) {
                 let change = layout.table_changes.start + TABLE_CHANGE_WIDTH * table_at;
-                arena[change] = (at % num_groups) as i32;
-                arena[change + 1] = row;
-                arena[change + 2] = (at / num_groups) as i32;
-                arena[change + 3] = seq.blocks[at].get() as i32;
+                let block = seq.blocks[page * num_groups + group].get();
+                arena[change..change + TABLE_CHANGE_WIDTH].copy_from_slice(&[
+                    group as i32,
+                    row,
+                    page as i32,
+                    block as i32,
+                ]);
                 table_at += 1;
             }
             if entry.arrival != Arrival::No {
@@ -308,4 +334,12 @@ impl Engine {
         }
         Step { slot, shape, layout }
     }
+}
+
+/// Group and page of what the last commit gave back.
+fn forgotten_pages(seq: &Sequence) -> impl Iterator<Item = (usize, usize)> + '_ {
+    let pages = seq.forgotten_before.iter().zip(&seq.forgotten);
+    pages
+        .enumerate()
+        .flat_map(|(group, (&before, &now))| (before..now).map(move |page| (group, page as usize)))
 }

@@ -60,10 +60,16 @@ impl BlockPool {
         }
     }
 
-    /// Takes one owner from each block after the first `keep`, and the blocks from the table.
+    /// The block that stands in a table for a page that was given back. Padding reads it too.
+    pub fn read_trash(&self) -> BlockId {
+        BlockId(self.capacity())
+    }
+
+    /// Takes one owner from each block after the first `keep` (but the trash), and the blocks from the table.
     pub(crate) fn release_tail(&mut self, table: &mut Vec<BlockId>, keep: usize) {
         // The tail first: what is allocated next is then the head again, in order.
-        for block in table.drain(keep..).rev() {
+        let trash = self.read_trash();
+        for block in table.drain(keep..).rev().filter(|&block| block != trash) {
             let released = self.release(block);
             debug_assert!(released.is_ok(), "{released:?}");
         }

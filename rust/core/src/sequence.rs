@@ -80,6 +80,11 @@ pub(crate) struct Sequence {
     pub max_len: u32,
     /// Block numbers, page-major: `blocks[page * num_groups + group]`.
     pub blocks: Vec<BlockId>,
+    /// Pages that each group has given back, as no later token sees them: their entries are trash. Empty where no
+    /// group forgets.
+    pub forgotten: Vec<u32>,
+    /// The same before the last commit: what is between the two is news for the tables on the device.
+    pub forgotten_before: Vec<u32>,
     pub row: Option<RowId>,
     /// Order of first admission: what "newest" means when victims are chosen. 0 before.
     pub admitted: u64,
@@ -107,6 +112,12 @@ impl Sequence {
     /// Blocks it lacks to hold `len` tokens.
     pub fn blocks_lacking(&self, len: u32, page_size: u32, num_groups: u32) -> u32 {
         (len.div_ceil(page_size) * num_groups).saturating_sub(self.blocks.len() as u32)
+    }
+
+    /// Tokens that it can be extended by with `available` more blocks.
+    pub fn room(&self, available: u32, page_size: u32, num_groups: u32) -> u32 {
+        let pages = self.blocks.len() as u32 / num_groups + available / num_groups;
+        (pages * page_size).saturating_sub(self.computed)
     }
 
     /// Whether the newest token ends it, and how.

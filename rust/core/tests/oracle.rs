@@ -7,7 +7,7 @@
 
 mod device;
 
-use chairlift_core::{Engine, EngineConfig, Finish, News, Policy, Request, Results, Sampling, Slot};
+use chairlift_core::{Engine, EngineConfig, Finish, News, Policy, Reach, Request, Results, Sampling, Slot};
 use device::{Device, next_token};
 use proptest::prelude::*;
 
@@ -52,18 +52,78 @@ struct Naive {
 
 type Row = (u64, usize, usize, bool);
 
+fn first_seen(reach: Reach, position: usize) -> usize {
+    match reach {
+        Reach::Full => 0,
+        Reach::Window(window) => (position + 1).max(window as usize) - window as usize,
+        Reach::Chunk(chunk) => position / chunk as usize * chunk as usize,
+    }
+}
+
 impl Naive {
     fn pages(&self, len: usize) -> usize {
-        len.div_ceil(self.config.page_size as usize) * self.config.num_groups as usize
+        len.div_ceil(self.config.page_size as usize) * self.config.groups.len()
+    }
+
+    /// Blocks that a sequence holds: its pages in every group, but for those that its next token does not see.
+    fn blocks(&self, seq: &NaiveSeq) -> usize {
+        let unseen = |reach: &Reach| first_seen(*reach, seq.computed) / self.config.page_size as usize;
+        self.pages(seq.held) - self.config.groups.iter().map(unseen).sum::<usize>()
     }
 
     fn available(&self) -> usize {
-        let held: usize = self.seqs.iter().map(|seq| self.pages(seq.held)).sum();
-        (self.config.num_blocks * self.config.num_groups) as usize - held
+        let held: usize = self.seqs.iter().map(|seq| self.blocks(seq)).sum();
+        self.config.num_blocks as usize * self.config.groups.len() - held
+    }
+
+    /// Most blocks that a sequence of that length holds as it grows token by token.
+    fn to_hold(&self, len: usize) -> usize {
+        let page_size = self.config.page_size as usize;
+        let of_group = |reach: &Reach| {
+            let all = len.div_ceil(page_size);
+            match *reach {
+                Reach::Full => all,
+                Reach::Window(seen) | Reach::Chunk(seen) => {
+                    // The stretch that starts at the end of a page.
+                    let spanned = (page_size - 1 + seen as usize - 1) / page_size + 1;
+                    all.min(spanned)
+                }
+            }
+        };
+        self.config.groups.iter().map(of_group).sum()
+    }
+
+    fn room(&self) -> usize {
+        let pool = self.config.num_blocks as usize * self.config.groups.len();
+        let positions = self.config.max_positions.unwrap_or(u32::MAX) as usize;
+        // No story is longer.
+        (1..200).rev().find(|&len| self.to_hold(len) <= pool).unwrap_or(0).min(positions)
+    }
+
+    fn reads(&self, computed: usize, more: usize) -> usize {
+        let first = self.config.groups.iter().map(|&reach| first_seen(reach, computed)).min().unwrap();
+        computed - first + more
+    }
+
+    /// Tokens of a prefill: what is left of it, of the budgets and of the pool.
+    fn chunk(&self, seq: &NaiveSeq, tokens: usize, reads: usize) -> (usize, usize) {
+        let mut wanted = (seq.tokens.len() - seq.computed).min(tokens);
+        while wanted > 0 && self.reads(seq.computed, wanted) > reads {
+            wanted -= 1;
+        }
+        let mut chunk = wanted;
+        while chunk > 0 && self.lacking(seq, chunk) > self.available() {
+            chunk -= 1;
+        }
+        (wanted, chunk)
+    }
+
+    fn lacking(&self, seq: &NaiveSeq, more: usize) -> usize {
+        self.pages(seq.computed + more) - self.pages(seq.held)
     }
 
     fn reserve(&self) -> usize {
-        (self.config.safety_margin * f64::from(self.config.num_blocks * self.config.num_groups)).ceil()
+        (self.config.safety_margin * f64::from(self.config.num_blocks * self.config.num_groups())).ceil()
             as usize
     }
 
@@ -124,7 +184,7 @@ impl Naive {
             order.iter().zip(places).partition(|&(&at, _)| self.seqs[at].decoding);
         for (&at, place) in decodes {
             let seq = &self.seqs[at];
-            let reads_needed = seq.computed + 1;
+            let reads_needed = self.reads(seq.computed, 1);
             if *tokens == 0 || reads_needed > *reads {
                 if self.cursor == 0 {
                     self.cursor = place;
@@ -144,16 +204,16 @@ impl Naive {
             if *tokens == 0 || !self.may_prefill(rows) {
                 break;
             }
-            let seq = &self.seqs[at];
-            let chunk = (seq.tokens.len() - seq.computed).min(*tokens);
-            if seq.computed + chunk > *reads {
+            let (wanted, chunk) = self.chunk(&self.seqs[at], *tokens, *reads);
+            if wanted == 0 {
                 continue;
             }
-            if self.hold(at, chunk) {
+            if chunk > 0 {
+                assert!(self.hold(at, chunk));
                 let seq = &self.seqs[at];
                 rows.push((seq.request, seq.computed, chunk, seq.computed + chunk == seq.tokens.len()));
                 *tokens -= chunk;
-                *reads -= seq.computed + chunk;
+                *reads -= self.reads(seq.computed, chunk);
             } else {
                 starved.push(self.seqs[at].request);
             }
@@ -161,12 +221,10 @@ impl Naive {
     }
 
     fn hold(&mut self, at: usize, more: usize) -> bool {
-        let held = self.seqs[at].computed + more;
-        let lacking = self.pages(held) - self.pages(self.seqs[at].held);
-        if lacking > self.available() {
+        if self.lacking(&self.seqs[at], more) > self.available() {
             return false;
         }
-        self.seqs[at].held = held;
+        self.seqs[at].held = self.seqs[at].computed + more;
         true
     }
 
@@ -199,8 +257,8 @@ impl Naive {
                 },
             };
             let seq = &self.seqs[candidate];
-            let chunk = seq.tokens.len().min(*tokens);
-            if chunk <= *reads && self.pages(seq.tokens.len()) <= self.available() {
+            let (_, chunk) = self.chunk(seq, *tokens, *reads);
+            if chunk > 0 && self.to_hold(seq.tokens.len()) <= self.available() {
                 if let Some(head) = head.take() {
                     let at = self.seqs.iter().position(|seq| seq.request == head).unwrap();
                     self.seqs[at].passed_over += 1;
@@ -214,7 +272,7 @@ impl Naive {
                 seq.held = chunk;
                 rows.push((seq.request, 0, chunk, chunk == seq.tokens.len()));
                 *tokens -= chunk;
-                *reads -= chunk;
+                *reads -= self.reads(0, chunk);
             } else {
                 if skipped == 0 {
                     if seq.passed_over >= 16 {
@@ -231,7 +289,7 @@ impl Naive {
         let demand = |naive: &Naive, request: u64| {
             let seq = naive.seqs.iter().find(|seq| seq.request == request).unwrap();
             let chunk = (seq.tokens.len() - seq.computed).min(naive.config.max_batch_tokens as usize);
-            naive.pages(seq.computed + chunk) - naive.pages(seq.held)
+            naive.lacking(seq, chunk)
         };
         let mut left: Vec<u64> = starved.to_vec();
         left.sort_by_key(|&request| self.seqs.iter().find(|seq| seq.request == request).unwrap().admitted);
@@ -271,20 +329,28 @@ impl Naive {
 }
 
 fn config() -> impl Strategy<Value = EngineConfig> {
-    let sizes = (1..8_u32, 3..61_u32, 1..4_u32, 1..9_u32, 1..33_u32);
+    let reach = prop_oneof![
+        2 => Just(Reach::Full),
+        1 => (1..20_u32).prop_map(Reach::Window),
+        1 => (1..20_u32).prop_map(Reach::Chunk),
+    ];
+    let groups = prop::collection::vec(reach, 1..4);
+    let sizes = (1..8_u32, 3..61_u32, groups, 1..9_u32, 1..33_u32);
     let rules = (any::<bool>(), prop::sample::select(vec![0.0, 0.15, 0.5, 1.0]), prop::option::of(8..60_u32));
     (sizes, rules).prop_map(|((page, blocks, groups, rows, tokens), (gathers, margin, positions))| {
         EngineConfig {
             page_size: page,
-            num_blocks: blocks.div_ceil(groups),
-            num_groups: groups,
+            num_blocks: blocks.div_ceil(groups.len() as u32),
+            // What a sequence reads at most is at most what a story has tokens for.
+            max_cache_reads: gathers
+                .then_some(u64::from(page * blocks.div_ceil(groups.len() as u32)).max(200)),
+            groups,
             max_requests_per_batch: rows.min(tokens),
             max_batch_tokens: tokens,
-            max_cache_reads: gathers.then_some(u64::from(page * blocks.div_ceil(groups))),
             safety_margin: margin,
             policy: Policy::Fifo,
             vocab_size: VOCAB,
-            max_positions: positions,
+            max_positions: Some(positions.unwrap_or(150)),
             max_queue_size: 0,
             seed: 1,
         }
@@ -320,8 +386,7 @@ impl Pair {
     }
 
     fn submit(&mut self, prompt: usize, max_new: i64, eos: i32) {
-        let config = self.naive.config.clone();
-        let room = config.capacity_tokens().min(u64::from(config.max_positions.unwrap_or(u32::MAX))) as usize;
+        let room = self.naive.room();
         let tokens: Vec<i32> =
             (0..prompt).map(|n| ((n * 13 + self.prompts.len() * 7) % VOCAB as usize) as i32).collect();
         let request = Request {
@@ -379,7 +444,12 @@ impl Pair {
         assert_eq!(seen.len(), expected.len());
         for (seen, &(request, ..)) in seen.iter().zip(&expected) {
             let seq = self.naive.seqs.iter().find(|seq| seq.request == request).unwrap();
-            assert_eq!(seen.content, seq.tokens[..seen.content.len()], "the row reads another text");
+            let known = (seen.start as usize) + seen.tokens.len();
+            assert_eq!(
+                seen.content,
+                seq.tokens[seen.seen_from as usize..known],
+                "the row reads another text"
+            );
         }
         assert_eq!(self.engine.counters().snapshot().free_blocks as usize, self.naive.available());
         match outcome {
@@ -396,11 +466,11 @@ impl Pair {
                 }
             }
             _ => {
-                let tokens: Vec<i32> = seen
-                    .iter()
-                    .filter(|row| row.sampled)
-                    .map(|row| next_token(&row.content, VOCAB as i32))
-                    .collect();
+                let sampled = expected.iter().filter(|row| row.3).map(|row| row.0);
+                let text =
+                    |request| &self.naive.seqs.iter().find(|seq| seq.request == request).unwrap().tokens;
+                let tokens: Vec<i32> =
+                    sampled.map(|request| next_token(text(request), VOCAB as i32)).collect();
                 let logprobs: Vec<f32> = tokens.iter().map(|&token| -(token as f32)).collect();
                 let results = Results { slot: Slot::A, tokens: &tokens, logprobs: &logprobs };
                 self.engine.advance(Some(results), None, self.now).unwrap();

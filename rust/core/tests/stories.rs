@@ -5,7 +5,7 @@
 mod device;
 
 use chairlift_core::{
-    Engine, EngineConfig, Error, Finish, News, Policy, Request, RequestId, Results, Sampling, Slot,
+    Engine, EngineConfig, Error, Finish, News, Policy, Reach, Request, RequestId, Results, Sampling, Slot,
 };
 use device::{Device, SeenRow, next_token};
 
@@ -15,7 +15,7 @@ fn config(page_size: u32, num_blocks: u32, tokens: u32) -> EngineConfig {
     EngineConfig {
         page_size,
         num_blocks,
-        num_groups: 1,
+        groups: vec![Reach::Full],
         max_requests_per_batch: 8.min(tokens),
         max_batch_tokens: tokens,
         max_cache_reads: None,
@@ -269,6 +269,61 @@ fn positions_end_a_sequence_and_bound_its_prompt() {
 }
 
 #[test]
+fn a_window_gives_back_the_pages_that_no_later_token_sees() {
+    let mut story =
+        Story::new(EngineConfig { groups: vec![Reach::Full, Reach::Window(4)], ..config(4, 16, 64) });
+    story.submit(10, 20);
+    let owned = |story: &Story| story.engine.counters().snapshot().owned_blocks;
+    assert_eq!(story.step(), [(0, 10)]);
+    // Token 10 sees tokens 7 to 10: of the window's pages the first is gone.
+    assert_eq!(owned(&story), 3 + 2);
+    story.step();
+    assert_eq!(owned(&story), 3 + 1, "token 11 sees 8 to 11, a page of its own");
+    while owned(&story) < 4 + 2 {
+        story.step();
+    }
+    assert_eq!(story.run_out(), [(0, Finish::Length, 20)]);
+    let stats = story.engine.counters().snapshot();
+    assert_eq!(stats.free_blocks, stats.capacity);
+}
+
+#[test]
+fn windows_alone_outgrow_the_pool_and_full_attention_does_not() {
+    let windows =
+        EngineConfig { groups: vec![Reach::Window(8)], max_positions: Some(1000), ..config(4, 3, 8) };
+    let mut story = Story::new(windows.clone());
+    story.submit(50, 200);
+    assert_eq!(story.run_out(), [(0, Finish::Length, 200)]);
+    let full = Story::new(EngineConfig { groups: vec![Reach::Window(8), Reach::Full], ..windows });
+    assert!(matches!(full.engine.inbox().submit(request(50, 1)), Err(Error::PromptExceedsPool { .. })));
+}
+
+#[test]
+fn a_chunk_is_forgotten_whole_when_the_next_begins() {
+    let mut story = Story::new(EngineConfig { groups: vec![Reach::Chunk(8)], ..config(4, 8, 64) });
+    story.submit(7, 20);
+    let mut owned = Vec::new();
+    for _ in 0..11 {
+        story.step();
+        owned.push(story.engine.counters().snapshot().owned_blocks);
+    }
+    // Tokens 0 to 7 fill two pages; token 8 starts a chunk and sees none of them.
+    assert_eq!(owned, [2, 0, 1, 1, 1, 1, 2, 2, 2, 0, 1]);
+}
+
+#[test]
+fn a_prefill_with_blocks_for_a_part_goes_on_with_that_part() {
+    let windows =
+        EngineConfig { groups: vec![Reach::Window(4)], max_positions: Some(1000), ..config(4, 5, 64) };
+    let mut story = Story::new(windows);
+    story.submit(64, 1);
+    let chunks: Vec<usize> = std::iter::from_fn(|| story.step().first().map(|row| row.1)).collect();
+    assert_eq!(chunks.iter().sum::<usize>(), 64);
+    assert!(chunks[0] == 20 && chunks.len() > 3, "{chunks:?}");
+    assert_eq!(story.ends(), [(0, Finish::Length, 1)]);
+}
+
+#[test]
 fn a_cancel_ends_a_request_wherever_it_stands() {
     let mut story = Story::new(EngineConfig { max_requests_per_batch: 2, ..config(4, 32, 8) });
     let decoding = story.submit(3, 50);
@@ -409,9 +464,10 @@ fn every_value_out_of_bounds_is_named() {
     for (bad, name) in [
         (EngineConfig { page_size: 0, ..good.clone() }, "page_size"),
         (EngineConfig { num_blocks: 0, ..good.clone() }, "num_blocks"),
-        (EngineConfig { num_groups: 0, ..good.clone() }, "num_groups"),
+        (EngineConfig { groups: vec![], ..good.clone() }, "groups"),
+        (EngineConfig { groups: vec![Reach::Window(0)], ..good.clone() }, "groups"),
         (EngineConfig { num_blocks: 1 << 30, ..good.clone() }, "num_blocks"),
-        (EngineConfig { num_blocks: u32::MAX, num_groups: 3, ..good.clone() }, "num_blocks"),
+        (EngineConfig { num_blocks: u32::MAX, groups: vec![Reach::Full; 3], ..good.clone() }, "num_blocks"),
         (EngineConfig { max_batch_tokens: 0, ..good.clone() }, "max_requests_per_batch"),
         (EngineConfig { max_requests_per_batch: 17, ..good.clone() }, "max_requests_per_batch"),
         (EngineConfig { safety_margin: 1.5, ..good.clone() }, "safety_margin"),

@@ -23,13 +23,13 @@ pub struct EngineConfig(core::EngineConfig);
 #[pymethods]
 impl EngineConfig {
     #[new]
-    #[pyo3(signature = (*, page_size, num_blocks, num_groups, max_requests_per_batch, max_batch_tokens, vocab_size,
+    #[pyo3(signature = (*, page_size, num_blocks, groups, max_requests_per_batch, max_batch_tokens, vocab_size,
         max_cache_reads=None, safety_margin=0.15, scheduler_type="fifo", max_positions=None, max_queue_size=0, seed=0))]
     #[allow(clippy::too_many_arguments)] // keyword-only fields
     fn new(
         page_size: u32,
         num_blocks: u32,
-        num_groups: u32,
+        groups: Vec<(String, u32)>,
         max_requests_per_batch: u32,
         max_batch_tokens: u32,
         vocab_size: u32,
@@ -48,10 +48,11 @@ impl EngineConfig {
                 )));
             }
         };
+        let groups = groups.iter().map(reach).collect::<PyResult<_>>()?;
         let config = core::EngineConfig {
             page_size,
             num_blocks,
-            num_groups,
+            groups,
             max_requests_per_batch,
             max_batch_tokens,
             max_cache_reads,
@@ -64,6 +65,17 @@ impl EngineConfig {
         };
         config.validate().map_err(to_python)?;
         Ok(Self(config))
+    }
+}
+
+fn reach((form, tokens): &(String, u32)) -> PyResult<core::Reach> {
+    match form.as_str() {
+        "full" => Ok(core::Reach::Full),
+        "window" => Ok(core::Reach::Window(*tokens)),
+        "chunk" => Ok(core::Reach::Chunk(*tokens)),
+        other => Err(PyValueError::new_err(format!(
+            "a group's reach is {other:?}, but must be 'full', 'window' or 'chunk'"
+        ))),
     }
 }
 
@@ -256,6 +268,11 @@ impl Engine {
             arena_capacity: engine.arena_capacity(),
             inner: Mutex::new(Inner { engine, slots: [None, None] }),
         })
+    }
+
+    #[getter]
+    fn token_capacity(&self) -> u64 {
+        self.inbox.capacity_tokens()
     }
 
     #[getter]
