@@ -56,6 +56,7 @@ def test_every_field_of_theirs_is_a_field_of_ours() -> None:
         ("max_queue_size", -1, "max_queue_size is -1"),
         ("default_compile_level", 4, "at most 3"),
         ("seed", -1, "seed is -1"),
+        ("scheduler_type", "lifo", "scheduler_type is 'lifo', but must be 'fifo' or 'prefill_first'"),
         ("cpu_offload_space", -1.0, "cpu_offload_space is -1.0"),
     ],
 )
@@ -67,7 +68,7 @@ def test_a_value_out_of_bounds_is_named_with_its_bound(field: str, value: object
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("scheduler_type", "prefill_first"), ("max_blocks_per_request", 32), ("use_async_batching", True),
+        ("max_blocks_per_request", 32), ("use_async_batching", True),
         ("use_cuda_graph", True), ("use_cuda_graph", (False, True)), ("q_padding_interval_size", 64),
         ("kv_padding_interval_size", 64), ("default_compile_level", 1), ("cpu_offload_space", 1.0),
         ("cpu_offload_space", None), ("varlen_compile_config", {}),
@@ -120,6 +121,12 @@ def test_batches_shrink_to_what_memory_bears_but_not_below_256_tokens(facts: Mod
     assert resolved(facts, cost=BatchCost(1_000_000, 0, 0)).max_batch_tokens == 256
     assert resolved(facts, cost=cost, max_batch_tokens=2000).max_batch_tokens == 2000
     assert resolved(facts, max_batch_tokens=5).max_requests_per_batch == 5
+
+
+def test_each_scheduler_has_its_own_reserve(facts: ModelFacts) -> None:
+    assert resolved(facts).safety_margin == 0.15
+    assert resolved(facts, scheduler_type="prefill_first").safety_margin == 0.0
+    assert resolved(facts, scheduler_type="prefill_first", safety_margin=0.3).safety_margin == 0.3
 
 
 def test_more_requests_than_a_batch_holds_do_not_shrink_it(facts: ModelFacts) -> None:

@@ -39,14 +39,22 @@ def test_chunks_and_pages_of_any_size(llama: PreTrainedModel, page_size: int, ma
     assert_equals_generate(llama, inputs, outputs, 9)
 
 
+@pytest.mark.parametrize("scheduler_type", ["fifo", "prefill_first"])
 @pytest.mark.parametrize("num_blocks", [8, 12, 16, 20])
-def test_a_pool_too_small_for_all_resets_victims_and_loses_nothing(llama: PreTrainedModel, num_blocks: int) -> None:
+def test_a_pool_too_small_for_all_resets_victims_and_loses_nothing(
+    llama: PreTrainedModel, num_blocks: int, scheduler_type: str
+) -> None:
     inputs = prompts([6, 6, 6, 6, 6])
     manager = chairlift.init_continuous_batching(
         llama,
         GenerationConfig(max_new_tokens=24, do_sample=False),
         chairlift.ContinuousBatchingConfig(
-            page_size=4, num_blocks=num_blocks, safety_margin=0.0, return_logprobs=True, max_batch_tokens=32
+            page_size=4,
+            num_blocks=num_blocks,
+            safety_margin=0.0,
+            return_logprobs=True,
+            max_batch_tokens=32,
+            scheduler_type=scheduler_type,
         ),
     )
     manager.start()

@@ -13,7 +13,7 @@ MIN_PAGE_SIZE = 4
 DEFAULT_MAX_BATCH_TOKENS = 8192
 MIN_AUTO_BATCH_TOKENS = 256
 DEFAULT_MAX_REQUESTS = 1024
-SAFETY_MARGINS: Mapping[str, float] = {"fifo": 0.15}
+SAFETY_MARGINS: Mapping[str, float] = {"fifo": 0.15, "prefill_first": 0.0}
 MEMORY_PERCENT_CPU = 0.6
 
 
@@ -40,8 +40,10 @@ class ContinuousBatchingConfig:
         varlen_compile_config: None here.
         decode_compile_config: None here.
         default_compile_level: 0 here.
-        scheduler_type: `fifo`: decodes, then split prefills, then arrivals.
-        safety_margin: Part of the pool, 0 to 1: with fewer blocks available, prefills wait. None: 0.15.
+        scheduler_type: `fifo`: decodes, then split prefills, then arrivals. `prefill_first`: split prefills, then
+            decodes, then arrivals; a decode is in at least every eighth step.
+        safety_margin: Part of the pool, 0 to 1: with fewer blocks available, prefills wait. None: 0.15 with `fifo`, 0
+            with `prefill_first`.
         return_logprobs: Keep the logarithm of each generated token's probability.
         seed: Seed of all draws. None: a random one, to be read back.
         auto_switch_to_flash: Go to a flash backend where there is one. There is none here.
@@ -168,12 +170,14 @@ class ContinuousBatchingConfig:
         self._check_part("cpu_offload_space_safety_threshold")
         if self.cpu_offload_space is not None and self.cpu_offload_space < 0:
             raise ValueError(f"cpu_offload_space is {self.cpu_offload_space}, but must be at least 0 (GiB)")
+        if self.scheduler_type not in SAFETY_MARGINS:
+            known = " or ".join(map(repr, SAFETY_MARGINS))
+            raise ValueError(f"scheduler_type is {self.scheduler_type!r}, but must be {known}")
         self._refuse_unserved()
 
     def _refuse_unserved(self) -> None:
         graphs = self.use_cuda_graph if isinstance(self.use_cuda_graph, tuple | list) else (self.use_cuda_graph,)
         unserved = {
-            "scheduler_type": (self.scheduler_type not in SAFETY_MARGINS, "must be 'fifo'"),
             "max_blocks_per_request": (bool(self.max_blocks_per_request), "must be None or 0"),
             "use_async_batching": (bool(self.use_async_batching), "must be None or False"),
             "use_cuda_graph": (any(graphs), "must be None or False"),

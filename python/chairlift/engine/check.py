@@ -45,6 +45,9 @@ def check_packed(model: PreTrainedModel, facts: ModelFacts, geometry: Geometry, 
         scheduler_type="fifo",
     )
     engine, runner = session.engine, session.runner
+    # Under autocast the arithmetic is coarser than the weights.
+    dtypes = {model.dtype, *(call.kind.dtype for call in facts.calls)}
+    tolerance = max(_TOLERANCE.get(dtype, 1e-1) for dtype in dtypes)
     texts: dict[int, list[int]] = {}
     with evaluating(model), torch.no_grad():
         for seed, length in enumerate(_PROMPT_LENGTHS):
@@ -61,7 +64,7 @@ def check_packed(model: PreTrainedModel, facts: ModelFacts, geometry: Geometry, 
                 raise refusal(model, reason) from error
             for row, row_logits in zip(inputs.sampled_rows.tolist(), logits, strict=True):
                 alone = _alone(model, texts[row])
-                _compare(model, row_logits, alone)
+                _compare(model, row_logits, alone, tolerance)
                 texts[row].append(int(row_logits.argmax()))
             session.slots[0].tokens[: logits.shape[0]] = logits.argmax(dim=-1)
             step = engine.advance(0, 0, time.perf_counter())
@@ -83,11 +86,10 @@ def _alone(model: PreTrainedModel, text: list[int]) -> torch.Tensor:
         return forward(model, accepts, input_ids, positions, last)[0]
 
 
-def _compare(model: PreTrainedModel, packed: torch.Tensor, alone: torch.Tensor) -> None:
+def _compare(model: PreTrainedModel, packed: torch.Tensor, alone: torch.Tensor, tolerance: float) -> None:
     packed, alone = packed.double(), alone.double()
     scale = float(alone.abs().max().clamp(min=1e-9))
     difference = float((packed - alone).abs().max())
-    tolerance = _TOLERANCE.get(model.dtype, 1e-1)
     if not difference <= tolerance * scale:
         raise refusal(
             model,

@@ -9,6 +9,8 @@ pub enum Policy {
     /// Decodes, then split prefills, then arrivals.
     #[default]
     Fifo,
+    /// Split prefills, then decodes, then arrivals. Decodes that got no tokens for seven steps go first in the eighth.
+    PrefillFirst,
 }
 
 /// Sizes and bounds of an engine.

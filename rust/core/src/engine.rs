@@ -82,6 +82,8 @@ pub struct Engine {
     pub(crate) in_flight: [Option<Vec<Entry>>; 2],
     /// Where decodes start when the budget of cache reads cut the last step short.
     pub(crate) decode_cursor: usize,
+    /// Steps in a row that had no tokens left for some decode.
+    pub(crate) steps_without_all_decodes: u32,
     pub(crate) inbox: Arc<Inbox>,
     pub(crate) outbox: Arc<Outbox>,
     pub(crate) counters: Arc<Counters>,
@@ -114,6 +116,7 @@ impl Engine {
             admissions: 0,
             in_flight: [None, None],
             decode_cursor: 0,
+            steps_without_all_decodes: 0,
             events: Vec::new(),
             mail: VecDeque::new(),
             spare: vec![Vec::new(), Vec::new()],

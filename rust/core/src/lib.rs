@@ -55,6 +55,7 @@ pub use group::{BLOCK_ALIGNMENT, Geometry, Group, Kind, Reach};
 pub use ids::{BlockId, RequestId, RowId, SeqId, Slot};
 pub use inbox::Inbox;
 pub use outbox::{Event, News, Outbox, Output, Waited};
+pub use plan::MAX_STEPS_WITHOUT_DECODES;
 pub use pool::{BlockPool, NUM_TRASH_BLOCKS};
 pub use queue::MAX_PASSED_OVER;
 pub use sequence::{Finish, Phase, Request, Sampling};

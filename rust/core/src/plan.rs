@@ -1,6 +1,7 @@
 //! Planning a step: which rows, with how many tokens, in which blocks. A sequence that does not fit leaves no trace.
 
 use crate::arena::{ArenaLayout, DRAW_WIDTH, ROW_CHANGE_WIDTH, StepShape, TABLE_CHANGE_WIDTH};
+use crate::config::Policy;
 use crate::counters::Counters;
 use crate::engine::{Arrival, Engine, Entry, Step};
 use crate::error::{Error, Result};
@@ -12,7 +13,12 @@ use crate::sequence::{Phase, Sampling, Sequence};
 struct Budget {
     tokens: u32,
     cache_reads: u64,
+    /// Whether it was too small for some decode.
+    left_out: bool,
 }
+
+/// With `prefill_first`, a decoding sequence is in at least every so manieth step.
+pub const MAX_STEPS_WITHOUT_DECODES: u32 = 8;
 
 impl Engine {
     pub(crate) fn plan(&mut self, slot: Slot, arena: &mut [i32], now: f64) -> Result<Option<Step>> {
@@ -35,6 +41,8 @@ impl Engine {
                 break;
             }
         }
+        // Rows that bring one token stand first: kernels may have a faster path for them.
+        entries.sort_by_key(|entry| entry.len != 1);
         if entries.is_empty() {
             debug_assert!(self.seqs.is_empty(), "nothing could be planned although sequences are there");
             self.spare.push(entries);
@@ -45,20 +53,30 @@ impl Engine {
         Ok(Some(step))
     }
 
-    /// `fifo`: decodes, then split prefills, then arrivals.
     fn choose_rows(&mut self, entries: &mut Vec<Entry>, now: f64) {
         self.starved.clear();
         let mut budget = Budget {
             tokens: self.config.max_batch_tokens,
             cache_reads: self.config.max_cache_reads.unwrap_or(u64::MAX),
+            left_out: false,
         };
-        self.choose_decodes(entries, &mut budget);
-        self.choose_split_prefills(entries, &mut budget);
+        let prefills_first = self.config.policy == Policy::PrefillFirst
+            && self.steps_without_all_decodes + 1 < MAX_STEPS_WITHOUT_DECODES;
+        if prefills_first {
+            self.choose_split_prefills(entries, &mut budget);
+            self.choose_decodes(entries, &mut budget);
+        } else {
+            self.choose_decodes(entries, &mut budget);
+            self.choose_split_prefills(entries, &mut budget);
+        }
         self.admit(entries, &mut budget, now);
+        if !entries.is_empty() {
+            self.steps_without_all_decodes =
+                if budget.left_out { self.steps_without_all_decodes + 1 } else { 0 };
+        }
     }
 
     fn choose_decodes(&mut self, entries: &mut Vec<Entry>, budget: &mut Budget) {
-        self.split.clear();
         let count = self.active.len();
         let start = if self.decode_cursor < count { self.decode_cursor } else { 0 };
         self.decode_cursor = 0;
@@ -66,12 +84,12 @@ impl Engine {
             let id = self.active[at];
             let seq = &self.seqs[id];
             if seq.phase != Phase::Decoding {
-                self.split.push(id);
                 continue;
             }
             let reads = self.reads(id, 1);
             if budget.tokens == 0 || reads > budget.cache_reads {
                 // The ones that this step leaves out are first in the next.
+                budget.left_out = true;
                 if self.decode_cursor == 0 {
                     self.decode_cursor = at;
                 }
@@ -87,7 +105,9 @@ impl Engine {
     }
 
     fn choose_split_prefills(&mut self, entries: &mut Vec<Entry>, budget: &mut Budget) {
-        let split = std::mem::take(&mut self.split);
+        let mut split = std::mem::take(&mut self.split);
+        split.clear();
+        split.extend(self.active.iter().copied().filter(|&id| self.seqs[id].phase != Phase::Decoding));
         for &id in &split {
             if budget.tokens == 0 || !self.prefills_go_on(entries) {
                 break;

@@ -47,6 +47,8 @@ struct Naive {
     inbox: Vec<Result<NaiveSeq, u64>>,
     admissions: u64,
     cursor: usize,
+    /// Steps in a row that had no tokens for some decode.
+    without: usize,
     ended: Vec<(u64, Vec<i32>, Finish)>,
 }
 
@@ -155,8 +157,23 @@ impl Naive {
             let mut starved: Vec<u64> = Vec::new();
             let mut tokens = self.config.max_batch_tokens as usize;
             let mut reads = self.config.max_cache_reads.unwrap_or(u64::MAX) as usize;
-            self.choose_active(&mut rows, &mut starved, &mut tokens, &mut reads);
+            let mut left_out = false;
+            let prefills_first = self.config.policy == Policy::PrefillFirst && self.without < 7;
+            let (decodes, prefills) = self.active_by_kind();
+            if prefills_first {
+                self.choose_prefills(&prefills, &mut rows, &mut starved, &mut tokens, &mut reads);
+            }
+            left_out |= self.choose_decodes(&decodes, &mut rows, &mut starved, &mut tokens, &mut reads);
+            if !prefills_first {
+                self.choose_prefills(&prefills, &mut rows, &mut starved, &mut tokens, &mut reads);
+            }
             self.choose_waiting(&mut rows, &mut tokens, &mut reads);
+            if !rows.is_empty() {
+                self.without = if left_out { self.without + 1 } else { 0 };
+            }
+            // Single tokens first.
+            let (ones, others): (Vec<Row>, Vec<Row>) = rows.into_iter().partition(|row| row.2 == 1);
+            let rows = [ones, others].concat();
             let relieved = self.reset_victims(&starved);
             if !rows.is_empty() || !relieved {
                 return rows;
@@ -168,42 +185,64 @@ impl Naive {
         rows.is_empty() || self.available() >= self.reserve()
     }
 
-    fn choose_active(
+    /// Decoding sequences from where the last step left off, each with its place; and the others, by age.
+    fn active_by_kind(&self) -> (Vec<(u64, usize)>, Vec<u64>) {
+        let order = self.active_by_age();
+        let start = if self.cursor < order.len() { self.cursor } else { 0 };
+        let places = (start..order.len()).chain(0..start).map(|place| (order[place], place));
+        let decodes = places.filter(|&(at, _)| self.seqs[at].decoding);
+        let prefills = order.iter().filter(|&&at| !self.seqs[at].decoding).map(|&at| self.seqs[at].request);
+        (decodes.map(|(at, place)| (self.seqs[at].request, place)).collect(), prefills.collect())
+    }
+
+    fn place(&self, request: u64) -> usize {
+        self.seqs.iter().position(|seq| seq.request == request).unwrap()
+    }
+
+    /// Tells whether the budgets were too small for some.
+    fn choose_decodes(
         &mut self,
+        decodes: &[(u64, usize)],
+        rows: &mut Vec<Row>,
+        starved: &mut Vec<u64>,
+        tokens: &mut usize,
+        reads: &mut usize,
+    ) -> bool {
+        self.cursor = 0;
+        let mut left_out = false;
+        for &(request, place) in decodes {
+            let at = self.place(request);
+            let computed = self.seqs[at].computed;
+            let reads_needed = self.reads(computed, 1);
+            if *tokens == 0 || reads_needed > *reads {
+                left_out = true;
+                if self.cursor == 0 {
+                    self.cursor = place;
+                }
+            } else if self.hold(at, 1) {
+                rows.push((request, computed, 1, true));
+                *tokens -= 1;
+                *reads -= reads_needed;
+            } else {
+                starved.push(request);
+            }
+        }
+        left_out
+    }
+
+    fn choose_prefills(
+        &mut self,
+        prefills: &[u64],
         rows: &mut Vec<Row>,
         starved: &mut Vec<u64>,
         tokens: &mut usize,
         reads: &mut usize,
     ) {
-        let mut order = self.active_by_age();
-        let start = if self.cursor < order.len() { self.cursor } else { 0 };
-        let places: Vec<usize> = (start..order.len()).chain(0..start).collect();
-        order.rotate_left(start);
-        self.cursor = 0;
-        let (decodes, prefills): (Vec<_>, Vec<_>) =
-            order.iter().zip(places).partition(|&(&at, _)| self.seqs[at].decoding);
-        for (&at, place) in decodes {
-            let seq = &self.seqs[at];
-            let reads_needed = self.reads(seq.computed, 1);
-            if *tokens == 0 || reads_needed > *reads {
-                if self.cursor == 0 {
-                    self.cursor = place;
-                }
-                continue;
-            }
-            if !self.hold(at, 1) {
-                starved.push(self.seqs[at].request);
-                continue;
-            }
-            let seq = &self.seqs[at];
-            rows.push((seq.request, seq.computed, 1, true));
-            *tokens -= 1;
-            *reads -= reads_needed;
-        }
-        for (&at, _) in prefills {
+        for &request in prefills {
             if *tokens == 0 || !self.may_prefill(rows) {
                 break;
             }
+            let at = self.place(request);
             let (wanted, chunk) = self.chunk(&self.seqs[at], *tokens, *reads);
             if wanted == 0 {
                 continue;
@@ -211,11 +250,11 @@ impl Naive {
             if chunk > 0 {
                 assert!(self.hold(at, chunk));
                 let seq = &self.seqs[at];
-                rows.push((seq.request, seq.computed, chunk, seq.computed + chunk == seq.tokens.len()));
+                rows.push((request, seq.computed, chunk, seq.computed + chunk == seq.tokens.len()));
                 *tokens -= chunk;
                 *reads -= self.reads(seq.computed, chunk);
             } else {
-                starved.push(self.seqs[at].request);
+                starved.push(request);
             }
         }
     }
@@ -336,8 +375,10 @@ fn config() -> impl Strategy<Value = EngineConfig> {
     ];
     let groups = prop::collection::vec(reach, 1..4);
     let sizes = (1..8_u32, 3..61_u32, groups, 1..9_u32, 1..33_u32);
-    let rules = (any::<bool>(), prop::sample::select(vec![0.0, 0.15, 0.5, 1.0]), prop::option::of(8..60_u32));
-    (sizes, rules).prop_map(|((page, blocks, groups, rows, tokens), (gathers, margin, positions))| {
+    let policy = prop::sample::select(vec![Policy::Fifo, Policy::PrefillFirst]);
+    let rules =
+        (any::<bool>(), policy, prop::sample::select(vec![0.0, 0.15, 0.5, 1.0]), prop::option::of(8..60_u32));
+    (sizes, rules).prop_map(|((page, blocks, groups, rows, tokens), (gathers, policy, margin, positions))| {
         EngineConfig {
             page_size: page,
             num_blocks: blocks.div_ceil(groups.len() as u32),
@@ -348,7 +389,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
             max_requests_per_batch: rows.min(tokens),
             max_batch_tokens: tokens,
             safety_margin: margin,
-            policy: Policy::Fifo,
+            policy,
             vocab_size: VOCAB,
             max_positions: Some(positions.unwrap_or(150)),
             max_queue_size: 0,
@@ -381,7 +422,15 @@ impl Pair {
     fn new(config: EngineConfig) -> Self {
         let engine = Engine::new(config.clone()).unwrap();
         let (device, arena) = (Device::new(&engine), vec![-7; engine.arena_capacity()]);
-        let naive = Naive { config, seqs: vec![], inbox: vec![], admissions: 0, cursor: 0, ended: vec![] };
+        let naive = Naive {
+            config,
+            seqs: vec![],
+            inbox: vec![],
+            admissions: 0,
+            cursor: 0,
+            without: 0,
+            ended: vec![],
+        };
         Self { engine, naive, device, arena, prompts: vec![], now: 0.0 }
     }
 
@@ -508,7 +557,7 @@ impl Naive {
     /// An abandoned step leaves only what preceded it in the same call: the victims of this plan stay victims.
     fn undo(&mut self, before: &Naive, rows: &[Row], resets: &[NaiveSeq]) {
         let after = std::mem::replace(self, before.clone());
-        self.cursor = after.cursor;
+        (self.cursor, self.without) = (after.cursor, after.without);
         for (seq, planned) in self.seqs.iter_mut().zip(&after.seqs) {
             seq.passed_over = planned.passed_over;
             let in_step = rows.iter().any(|row| row.0 == seq.request);

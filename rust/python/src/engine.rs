@@ -42,10 +42,10 @@ impl EngineConfig {
     ) -> PyResult<Self> {
         let policy = match scheduler_type {
             "fifo" => core::Policy::Fifo,
+            "prefill_first" => core::Policy::PrefillFirst,
             other => {
-                return Err(PyValueError::new_err(format!(
-                    "scheduler_type is {other:?}, but must be 'fifo'"
-                )));
+                let message = format!("scheduler_type is {other:?}, but must be 'fifo' or 'prefill_first'");
+                return Err(PyValueError::new_err(message));
             }
         };
         let groups = groups.iter().map(reach).collect::<PyResult<_>>()?;
