@@ -196,7 +196,7 @@ impl Engine {
             ended: now,
         };
         Counters::add(&self.counters.failed, 1);
-        self.events.push(Event { request, news: News::End(output) });
+        self.events.push(Event { request, news: News::End(Box::new(output)) });
         self.publish_gauges();
         self.outbox.deliver(&mut self.events);
         request
@@ -309,7 +309,7 @@ impl Engine {
         let tokens = seq.tokens.split_off(seq.prompt_len as usize);
         let Sequence { logprobs, timestamps, started, request, .. } = seq;
         let output = Output { tokens, logprobs, timestamps, finish, started, ended: now };
-        self.events.push(Event { request, news: News::End(output) });
+        self.events.push(Event { request, news: News::End(Box::new(output)) });
     }
 
     /// Forgets the active sequences that ended.
