@@ -292,6 +292,19 @@ def test_requests_of_a_manager_that_is_never_started_end_too(llama: PreTrainedMo
     assert manager.get_result(label).finish_reason == "error"
 
 
+def test_a_higher_priority_is_served_first(llama: PreTrainedModel) -> None:
+    config = ContinuousBatchingConfig(page_size=4, num_blocks=8, max_requests_per_batch=1)
+    manager = chairlift.init_continuous_batching(llama, GenerationConfig(max_new_tokens=2), config)
+    for label, priority in (("usual", 0), ("low", -3), ("first", 9), ("second", 9)):
+        manager.add_request(PROMPT, label, priority=priority)
+    manager.start()
+    assert [manager.get_result(timeout=30).request_id for _ in range(4)] == ["first", "second", "usual", "low"]
+    for wrong, error in ((1.5, TypeError), (True, TypeError), (2**31, ValueError)):
+        with pytest.raises(error, match="priority"):
+            manager.add_request(PROMPT, priority=wrong)
+    manager.destroy()
+
+
 def test_a_start_waits_for_the_stop_before_it(manager: chairlift.ContinuousBatchingManager) -> None:
     first = manager.add_request(PROMPT, max_new_tokens=50)
     manager.stop(block=False)

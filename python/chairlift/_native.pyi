@@ -194,6 +194,7 @@ class Engine:
         max_new_tokens: int,
         eos: list[int] = ...,
         sampling: Sampling | None = None,
+        priority: int = 0,
         seed: int | None = None,
         streaming: bool = False,
         record_timestamps: bool = False,

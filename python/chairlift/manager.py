@@ -34,6 +34,7 @@ logger = logging.get_logger(__name__)
 
 # No bound that anybody means is beyond it, and it fits the engine's numbers.
 _MOST_NEW_TOKENS = 2**62
+_MOST_PRIORITY = 2**31 - 1
 
 _STATUS = {
     "stop": RequestStatus.FINISHED,
@@ -231,6 +232,7 @@ class ContinuousBatchingManager:
         streaming: bool = False,
         record_timestamps: bool = False,
         eos_token_id: int | list[int] | None = None,
+        priority: int = 0,
     ) -> str:
         """Hands a request over.
 
@@ -241,6 +243,7 @@ class ContinuousBatchingManager:
             streaming: An output for each token, not only at the end.
             record_timestamps: Keep the time of each token.
             eos_token_id: Tokens that end it. None: the generation config's; negative: none.
+            priority: Requests of a higher one are admitted first, and lose their blocks last.
 
         Returns:
             The label.
@@ -263,6 +266,10 @@ class ContinuousBatchingManager:
         eos = self.options.eos_token_ids if eos_token_id is None else eos_tuple(eos_token_id)
         if request_id is not None and not isinstance(request_id, str):
             raise TypeError(f"request_id is {request_id!r}, but must be a string or None")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise TypeError(f"priority is {priority!r}, but must be an integer")
+        if abs(priority) > _MOST_PRIORITY:
+            raise ValueError(f"priority is {priority}, but must be between -{_MOST_PRIORITY} and {_MOST_PRIORITY}")
         with self._lock:
             label = self._free_label() if request_id is None else request_id
             if label in self._ids:
@@ -276,6 +283,7 @@ class ContinuousBatchingManager:
                     max_new_tokens=min(max_new_tokens, _MOST_NEW_TOKENS),
                     eos=list(eos),
                     sampling=self.options.sampling,
+                    priority=priority,
                     streaming=streaming,
                     record_timestamps=record_timestamps,
                     record_logprobs=self.config.return_logprobs,

@@ -83,7 +83,7 @@ impl Engine {
         let Some(entries) = self.in_flight[slot.index()].take() else {
             return Err(Error::SlotMisused { slot, problem: "has no step to abandon" });
         };
-        // Backwards: the last arrival goes back first, so that the first is the head again.
+        // Backwards, so that blocks and rows are free again in the order in which they were.
         for entry in entries.iter().rev() {
             if let Some(cause) = cause {
                 self.end(entry.id, Finish::Failed(cause.to_owned()), now);
@@ -104,12 +104,8 @@ impl Engine {
                 seq.admitted = 0;
                 self.admissions -= 1;
                 self.inbox.back_in_queue();
-                let request = seq.request;
-                self.queue.return_fresh(entry.id, request, &self.seqs);
-            } else {
-                let admitted = seq.admitted;
-                self.queue.push_victim(entry.id, admitted, &self.seqs);
             }
+            self.queue.push(entry.id, &self.seqs[entry.id]);
         }
         if cause.is_some() {
             self.drop_ended();

@@ -259,6 +259,7 @@ impl Engine {
             phase: Phase::Pending,
             tokens: what.prompt,
             prompt_len,
+            priority: what.priority,
             computed: 0,
             max_len: wanted.min(capacity) as u32,
             blocks: Vec::new(),
@@ -282,7 +283,7 @@ impl Engine {
             started: None,
         });
         self.by_request.insert(request, id);
-        self.queue.push_fresh(id);
+        self.queue.push(id, &self.seqs[id]);
     }
 
     /// Takes a sequence out, gives back what it has, and writes its terminal event. The list of active ones is left
@@ -294,7 +295,7 @@ impl Engine {
         match seq.row.take() {
             Some(row) => self.rows.give_back(row),
             None => {
-                self.queue.forget_one();
+                self.queue.remove(&seq);
                 if seq.admitted == 0 {
                     self.inbox.left_queue();
                 }

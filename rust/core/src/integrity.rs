@@ -62,7 +62,7 @@ impl Engine {
             return corrupt("active sequences are not in order of admission".into());
         }
         let queued =
-            self.queue.keys().filter(|&id| self.seqs.get(id).is_some_and(|seq| seq.row.is_none())).count();
+            self.queue.ids().filter(|&id| self.seqs.get(id).is_some_and(|seq| seq.row.is_none())).count();
         if waiting != self.queue.len() || queued != waiting || self.by_request.len() != self.seqs.len() {
             return corrupt(format!(
                 "{waiting} sequences wait, the queue counts {} and holds {queued}",

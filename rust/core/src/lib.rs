@@ -13,7 +13,7 @@
 //!     max_queue_size: 0, seed: 0,
 //! })?;
 //! let id = engine.inbox().submit(Request {
-//!     prompt: vec![5, 6, 7], max_new_tokens: 1, eos: [].into(), sampling: Sampling::Greedy, seed: None,
+//!     prompt: vec![5, 6, 7], max_new_tokens: 1, eos: [].into(), sampling: Sampling::Greedy, priority: 0, seed: None,
 //!     streaming: false, record_timestamps: false, record_logprobs: false,
 //! })?;
 //! let mut arena = vec![0; engine.arena_capacity()];

@@ -1,5 +1,7 @@
 //! Planning a step: which rows, with how many tokens, in which blocks. A sequence that does not fit leaves no trace.
 
+use std::cmp::Reverse;
+
 use crate::arena::{ArenaLayout, DRAW_WIDTH, ROW_CHANGE_WIDTH, StepShape, TABLE_CHANGE_WIDTH};
 use crate::config::Policy;
 use crate::counters::Counters;
@@ -136,7 +138,7 @@ impl Engine {
             if self.pool.available() == 0 || !self.prefills_go_on(entries) {
                 break;
             }
-            let Some(id) = self.queue.candidate(at, &self.seqs) else { break };
+            let Some(id) = self.queue.candidate(at) else { break };
             let seq = &self.seqs[id];
             let lacking = self.config.blocks_to_hold(seq.tokens.len() as u32);
             let chunk = self.chunk(id, budget).min(self.room(id));
@@ -150,7 +152,7 @@ impl Engine {
                 at += 1;
                 continue;
             };
-            self.queue.take(at);
+            self.queue.remove(&self.seqs[id]);
             if let Some(head) = head_passed_over.take() {
                 self.seqs[head].passed_over += 1;
             }
@@ -233,7 +235,7 @@ impl Engine {
         true
     }
 
-    /// Makes room by resetting starved sequences, newest first, as few as the demand of the others needs, and never
+    /// Makes room by resetting starved sequences, of the lowest priority the newest first, as few as the demand of the others needs, and never
     /// the last active one. Tells whether there was a victim.
     fn choose_victims(&mut self) -> bool {
         let starved = std::mem::take(&mut self.starved);
@@ -245,7 +247,7 @@ impl Engine {
         };
         let mut demand: u32 = starved.iter().map(|&id| demand_of(self, id)).sum();
         let mut newest_first = starved.clone();
-        newest_first.sort_unstable_by_key(|&id| std::cmp::Reverse(self.seqs[id].admitted));
+        newest_first.sort_unstable_by_key(|&id| (self.seqs[id].priority, Reverse(self.seqs[id].admitted)));
         let mut victims = 0;
         for id in newest_first {
             if demand <= self.pool.available() || self.active.len() <= 1 {
@@ -270,9 +272,8 @@ impl Engine {
         if let Some(row) = seq.row.take() {
             self.rows.give_back(row);
         }
-        let admitted = seq.admitted;
         self.active.retain(|&other| other != id);
-        self.queue.push_victim(id, admitted, &self.seqs);
+        self.queue.push(id, &self.seqs[id]);
         Counters::add(&self.counters.soft_resets, 1);
     }
 

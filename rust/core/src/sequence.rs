@@ -31,6 +31,8 @@ pub struct Request {
     pub eos: Arc<[i32]>,
     /// How tokens are chosen.
     pub sampling: Sampling,
+    /// Requests of a higher one are admitted first and reset last; 0 is usual.
+    pub priority: i32,
     /// Seed of the request's draws; `None` derives one from the engine's seed and the request's ordinal.
     pub seed: Option<u64>,
     /// An event for each token, not only the terminal one.
@@ -74,6 +76,7 @@ pub(crate) struct Sequence {
     /// Prompt and generated tokens.
     pub tokens: Vec<i32>,
     pub prompt_len: u32,
+    pub priority: i32,
     /// Leading tokens whose K and V are in the blocks: those of committed steps only.
     pub computed: u32,
     /// Length at which it ends, prompt included.

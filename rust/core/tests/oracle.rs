@@ -15,7 +15,7 @@ const VOCAB: u32 = 50;
 
 #[derive(Debug, Clone)]
 enum Op {
-    Submit { prompt: usize, max_new: i64, eos: i32 },
+    Submit { prompt: usize, max_new: i64, eos: i32, priority: i32 },
     Cancel(usize),
     Step,
     Abandon,
@@ -25,6 +25,7 @@ enum Op {
 #[derive(Debug, Clone, PartialEq)]
 struct NaiveSeq {
     request: u64,
+    priority: i32,
     prompt: usize,
     max_len: usize,
     eos: i32,
@@ -281,12 +282,10 @@ impl Naive {
             {
                 return;
             }
-            let waiting: Vec<usize> = (0..self.seqs.len()).filter(|&at| !self.seqs[at].active).collect();
-            let victim = waiting
-                .iter()
-                .copied()
-                .filter(|&at| self.seqs[at].admitted > 0)
-                .min_by_key(|&at| self.seqs[at].admitted);
+            let mut waiting: Vec<usize> = (0..self.seqs.len()).filter(|&at| !self.seqs[at].active).collect();
+            waiting.sort_by_key(|&at| (-self.seqs[at].priority, self.seqs[at].request));
+            let victims = waiting.iter().copied().filter(|&at| self.seqs[at].admitted > 0);
+            let victim = victims.min_by_key(|&at| (-self.seqs[at].priority, self.seqs[at].admitted));
             let candidate = match victim {
                 Some(at) if skipped == 0 => at,
                 Some(_) => return,
@@ -331,7 +330,10 @@ impl Naive {
             naive.lacking(seq, chunk)
         };
         let mut left: Vec<u64> = starved.to_vec();
-        left.sort_by_key(|&request| self.seqs.iter().find(|seq| seq.request == request).unwrap().admitted);
+        left.sort_by_key(|&request| {
+            let seq = self.seqs.iter().find(|seq| seq.request == request).unwrap();
+            (-seq.priority, seq.admitted)
+        });
         let mut any = false;
         while let Some(&newest) = left.last() {
             let needed: usize = left.iter().map(|&request| demand(self, request)).sum();
@@ -400,8 +402,8 @@ fn config() -> impl Strategy<Value = EngineConfig> {
 
 fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
-        4 => (1..40_usize, 1..30_i64, 0..VOCAB as i32 * 3)
-            .prop_map(|(prompt, max_new, eos)| Op::Submit { prompt, max_new, eos }),
+        4 => (1..40_usize, 1..30_i64, 0..VOCAB as i32 * 3, -1..2_i32)
+            .prop_map(|(prompt, max_new, eos, priority)| Op::Submit { prompt, max_new, eos, priority }),
         1 => (0..40_usize).prop_map(Op::Cancel),
         12 => Just(Op::Step),
         1 => Just(Op::Abandon),
@@ -434,7 +436,7 @@ impl Pair {
         Self { engine, naive, device, arena, prompts: vec![], now: 0.0 }
     }
 
-    fn submit(&mut self, prompt: usize, max_new: i64, eos: i32) {
+    fn submit(&mut self, prompt: usize, max_new: i64, eos: i32, priority: i32) {
         let room = self.naive.room();
         let tokens: Vec<i32> =
             (0..prompt).map(|n| ((n * 13 + self.prompts.len() * 7) % VOCAB as usize) as i32).collect();
@@ -443,6 +445,7 @@ impl Pair {
             max_new_tokens: max_new,
             eos: [eos].into(),
             sampling: Sampling::Greedy,
+            priority,
             seed: None,
             streaming: self.prompts.len().is_multiple_of(2),
             record_timestamps: true,
@@ -456,6 +459,7 @@ impl Pair {
             let max_len = (prompt + max_new as usize).min(room);
             self.naive.inbox.push(Ok(NaiveSeq {
                 request: id.get(),
+                priority,
                 prompt,
                 max_len,
                 eos,
@@ -585,7 +589,7 @@ proptest! {
         let mut pair = Pair::new(config);
         for op in &ops {
             match *op {
-                Op::Submit { prompt, max_new, eos } => pair.submit(prompt, max_new, eos),
+                Op::Submit { prompt, max_new, eos, priority } => pair.submit(prompt, max_new, eos, priority),
                 Op::Cancel(request) => {
                     pair.engine.inbox().cancel(chairlift_core::RequestId::from_ordinal(request as u64));
                     pair.naive.inbox.push(Err(request as u64));

@@ -34,6 +34,7 @@ fn request(prompt: usize, max_new_tokens: i64) -> Request {
         max_new_tokens,
         eos: [].into(),
         sampling: Sampling::Greedy,
+        priority: 0,
         seed: None,
         streaming: false,
         record_timestamps: false,
@@ -265,6 +266,24 @@ fn a_victim_comes_back_before_anybody_fresh_and_keeps_its_tokens() {
     assert!(ends.contains(&(first.get(), Finish::Length, 11)), "{ends:?}");
     assert!(ends.contains(&(second.get(), Finish::Length, 11)), "{ends:?}");
     assert!(ends.contains(&(fresh.get(), Finish::Length, 1)), "{ends:?}");
+}
+
+#[test]
+fn a_higher_priority_is_admitted_first_and_reset_last() {
+    let mut story = Story::new(EngineConfig { max_requests_per_batch: 1, ..config(4, 16, 16) });
+    for priority in [0, -1, 5, 5, 0] {
+        story.engine.inbox().submit(Request { priority, ..request(2, 1) }).unwrap();
+    }
+    let order: Vec<u64> = story.run_out().into_iter().map(|end| end.0).collect();
+    assert_eq!(order, [2, 3, 0, 4, 1]);
+
+    let mut story = Story::new(config(2, 8, 32));
+    for priority in [0, 7] {
+        story.engine.inbox().submit(Request { priority, ..request(4, 11) }).unwrap();
+    }
+    let order: Vec<u64> = story.run_out().into_iter().map(|end| end.0).collect();
+    assert_eq!(order, [1, 0], "the older one was reset, as it matters less");
+    assert!(story.engine.counters().snapshot().soft_resets > 0);
 }
 
 #[test]

@@ -375,7 +375,7 @@ impl Engine {
         self.inbox.check(&prompt, max_new_tokens).map_err(to_python)
     }
 
-    #[pyo3(signature = (prompt, *, max_new_tokens, eos=Vec::new(), sampling=None, seed=None, streaming=false,
+    #[pyo3(signature = (prompt, *, max_new_tokens, eos=Vec::new(), sampling=None, priority=0, seed=None, streaming=false,
         record_timestamps=false, record_logprobs=false))]
     #[allow(clippy::too_many_arguments)] // keyword-only fields
     fn submit(
@@ -385,6 +385,7 @@ impl Engine {
         max_new_tokens: i64,
         eos: Vec<i32>,
         sampling: Option<&Sampling>,
+        priority: i32,
         seed: Option<u64>,
         streaming: bool,
         record_timestamps: bool,
@@ -395,6 +396,7 @@ impl Engine {
             max_new_tokens,
             eos: eos.into(),
             sampling: sampling.map_or(core::Sampling::Greedy, |sampling| sampling.0),
+            priority,
             seed,
             streaming,
             record_timestamps,
