@@ -244,7 +244,7 @@ class Recorder:
         # Under autocast K may come wider than V, from its rotation; attention would narrow it to V's.
         kind = Kind(key.shape[1], key.shape[3], value.shape[3], value.dtype, key.device, reach)
         ordinal = len(self.calls)
-        self.calls.append(Call(ordinal, kind, query.shape[1], self._shared_with(key, value, ordinal)))
+        self.calls.append(Call(ordinal, kind, query.shape[1], self._shared_with(key, value, kind, ordinal)))
         self._keys_and_values.append((key, value))
         out = scores_attention(
             query.to(kind.dtype),
@@ -284,8 +284,9 @@ class Recorder:
         if window is None:
             return told
         by_call = Reach("window", int(window))
-        if told.form != "full" and told != by_call:
-            raise _Refusal(f"a call is told a window of {window} tokens, and its mask one of {told.tokens}")
+        if attention_mask is not None and told != by_call:
+            its = f"one of {told.tokens}" if told.tokens else "none"
+            raise _Refusal(f"a call is told a window of {window} tokens, and its mask has {its}")
         return by_call
 
     def _mask_named_by(self, attention_mask: torch.Tensor) -> Reach | str:
@@ -294,10 +295,12 @@ class Recorder:
             return self._masks[number - 1]
         return "it makes an attention mask or bias of its own"
 
-    def _shared_with(self, key: torch.Tensor, value: torch.Tensor, ordinal: int) -> int:
-        """The earlier call that was given the very same K and V, if there is one."""
+    def _shared_with(self, key: torch.Tensor, value: torch.Tensor, kind: Kind, ordinal: int) -> int:
+        """The earlier call of the same kind that was given the very same K and V, if there is one. A call that looks
+        farther back needs pages of its own: the other's may be gone."""
         for earlier, (other_key, other_value) in enumerate(self._keys_and_values):
-            if _same_memory(key, other_key) and _same_memory(value, other_value):
+            same = _same_memory(key, other_key) and _same_memory(value, other_value)
+            if same and self.calls[earlier].kind == kind:
                 return self.calls[earlier].reads_from
         return ordinal
 
