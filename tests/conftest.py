@@ -1,12 +1,19 @@
 """Options and models that the tests share."""
 
+import os
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers import PreTrainedModel
 
 from tiny_models import tiny_model
+
+# On CI the same examples every time: a change fails by what it does, not by chance.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -101,16 +101,18 @@ impl ArenaLayout {
         let (page_size, num_groups) = (config.page_size as usize, config.groups.len());
         // A row starts at most one page more than its tokens fill.
         let started = num_groups * (tokens / page_size + rows);
-        // What a row forgets it held: its last step's pages, and those that a token sees.
-        let seen = |reach: &Reach| reach.most_seen().map_or(0, |seen| rows * (seen as usize / page_size + 2));
-        let forgotten = config.groups.iter().map(seen).sum::<usize>();
-        let forgotten = if forgotten == 0 { 0 } else { forgotten + started };
+        // What a row forgot in its last step it had started there, or its tokens saw it. Rows that were left out since
+        // bring their news together, so each may have had a whole step for itself.
+        let forgotten = |reach: &Reach| {
+            reach.most_seen().map_or(0, |seen| rows * (tokens / page_size + seen as usize / page_size + 3))
+        };
+        let forgotten: usize = config.groups.iter().map(forgotten).sum();
         let shape = StepShape {
             rows,
             decodes: rows,
             tokens,
             sampled: rows,
-            table_changes: started + forgotten.min(config.pool_blocks().unwrap_or(u32::MAX) as usize),
+            table_changes: started + forgotten,
             row_changes: rows,
         };
         Self::new(&shape, num_groups).len()
