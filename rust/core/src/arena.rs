@@ -16,11 +16,14 @@
 //! | `draws` | 3 x S | low and high half of the draw key, and the position of the token to be drawn |
 //! | `table_changes` | 4 x C | group, row, page, block |
 //! | `row_changes` | 5 x P | row, 1 for a draw or 0 for greedy, temperature, top-k, top-p (floats as bits) |
+//! | `carry_overs` | 2 x O | a token of the step that is not known yet (-1 in `tokens`), and the sampled row of the step before it whose token it is |
+//! | `copies` | 2 x B | block to copy from, block to copy to |
+//!
+//! Copies come before anything else that the step does: what is copied from may be written later in the same step.
 
 use std::ops::Range;
 
 use crate::config::EngineConfig;
-use crate::group::Reach;
 
 /// Elements of one entry of `draws`.
 pub const DRAW_WIDTH: usize = 3;
@@ -28,6 +31,8 @@ pub const DRAW_WIDTH: usize = 3;
 pub const TABLE_CHANGE_WIDTH: usize = 4;
 /// Elements of one entry of `row_changes`.
 pub const ROW_CHANGE_WIDTH: usize = 5;
+/// Elements of one entry of `carry_overs` and of `copies`.
+pub const PAIR_WIDTH: usize = 2;
 
 /// The sizes that a layout follows from.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -44,6 +49,10 @@ pub struct StepShape {
     pub table_changes: usize,
     /// Rows whose sampling parameters are new.
     pub row_changes: usize,
+    /// Tokens that the step before it brings.
+    pub carry_overs: usize,
+    /// Blocks that are copied.
+    pub copies: usize,
 }
 
 /// Where each section of a step's arena lies, in elements.
@@ -60,6 +69,8 @@ pub struct ArenaLayout {
     pub draws: Range<usize>,
     pub table_changes: Range<usize>,
     pub row_changes: Range<usize>,
+    pub carry_overs: Range<usize>,
+    pub copies: Range<usize>,
 }
 
 impl ArenaLayout {
@@ -82,12 +93,14 @@ impl ArenaLayout {
             draws: section(DRAW_WIDTH * shape.sampled),
             table_changes: section(TABLE_CHANGE_WIDTH * shape.table_changes),
             row_changes: section(ROW_CHANGE_WIDTH * shape.row_changes),
+            carry_overs: section(PAIR_WIDTH * shape.carry_overs),
+            copies: section(PAIR_WIDTH * shape.copies),
         }
     }
 
     /// Elements of the whole.
     pub fn len(&self) -> usize {
-        self.row_changes.end
+        self.copies.end
     }
 
     /// Never: there is always the end of `cu_seqlens`.
@@ -98,23 +111,33 @@ impl ArenaLayout {
     /// Elements that no step exceeds.
     pub fn capacity(config: &EngineConfig) -> usize {
         let (rows, tokens) = (config.max_requests_per_batch as usize, config.max_batch_tokens as usize);
-        let (page_size, num_groups) = (config.page_size as usize, config.groups.len());
-        // A row starts at most one page more than its tokens fill.
-        let started = num_groups * (tokens / page_size + rows);
-        // What a row forgot in its last step it had started there, or its tokens saw it. Rows that were left out since
-        // bring their news together, so each may have had a whole step for itself.
-        let forgotten = |reach: &Reach| {
-            reach.most_seen().map_or(0, |seen| rows * (tokens / page_size + seen as usize / page_size + 3))
-        };
-        let forgotten: usize = config.groups.iter().map(forgotten).sum();
         let shape = StepShape {
             rows,
             decodes: rows,
             tokens,
             sampled: rows,
-            table_changes: started + forgotten,
+            table_changes: Self::table_changes(config),
             row_changes: rows,
+            carry_overs: rows,
+            copies: rows * config.groups.len(),
         };
-        Self::new(&shape, num_groups).len()
+        Self::new(&shape, config.groups.len()).len()
+    }
+
+    /// Table changes that a step has room for: enough for every row to decode, and for any one row whatever it does.
+    pub(crate) fn table_changes(config: &EngineConfig) -> usize {
+        let (rows, tokens) = (config.max_requests_per_batch as usize, config.max_batch_tokens as usize);
+        let page_size = config.page_size as usize;
+        let seen = config.groups.iter().filter_map(|reach| reach.most_seen()).max().unwrap_or(0) as usize;
+        // A decode starts a page, while another was merged and a third was given back.
+        let decodes = 3 * rows;
+        // The pages of a chunk are started, merged and given back, and with them what the window left behind; twice, as
+        // two steps are in flight.
+        let of_a_chunk = 2 * (3 * (tokens / page_size + 2) + seen / page_size + 3);
+        let whole_table = config.longest().min(LONGEST_TABLE_TOKENS) as usize / page_size + 2;
+        config.groups.len() * (decodes + of_a_chunk + whole_table)
     }
 }
+
+/// A table that begins with a hit is brought in one step; a longer hit is not taken.
+const LONGEST_TABLE_TOKENS: u32 = 1 << 20;

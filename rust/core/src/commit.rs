@@ -1,22 +1,28 @@
 //! What becomes of a planned step: committed with its results, or abandoned without a trace.
 
-use crate::config::EngineConfig;
 use crate::counters::Counters;
-use crate::engine::{Arrival, Engine, Results};
+use crate::engine::{Arrival, Engine, Flight, Results};
 use crate::error::{Error, Result};
-use crate::ids::Slot;
+use crate::ids::{SeqId, Slot};
 use crate::outbox::{Event, News};
-use crate::pool::BlockPool;
-use crate::sequence::{Finish, Phase, Sequence};
+use crate::pool::Tickets;
+use crate::prefix::Found;
+use crate::sequence::{Finish, Phase};
 
 impl Engine {
     pub(crate) fn commit(&mut self, results: Results<'_>, now: f64) -> Result<()> {
         let slot = results.slot;
-        let Some(entries) = self.in_flight[slot.index()].take() else {
-            return Err(Error::SlotMisused { slot, problem: "has no step to commit" });
-        };
-        let sampled = entries.iter().filter(|entry| entry.sampled).count();
-        let wants_logprobs = entries.iter().any(|entry| entry.sampled && self.seqs[entry.id].record_logprobs);
+        if self.oldest_in_flight() != Some(slot) {
+            let problem = match self.in_flight[slot.index()] {
+                None => "has no step to commit",
+                Some(_) => "holds a step that was planned on top of another: commit that one first",
+            };
+            return Err(Error::SlotMisused { slot, problem });
+        }
+        let Some(mut flight) = self.in_flight[slot.index()].take() else { return Ok(()) };
+        let sampled = flight.entries.iter().filter(|entry| entry.sampled).count();
+        let wants = |id| self.seqs.get(id).is_some_and(|seq| seq.record_logprobs);
+        let wants_logprobs = flight.entries.iter().any(|entry| entry.sampled && wants(entry.id));
         let short = [
             ("token buffer", results.tokens.len(), true),
             ("logprob buffer", results.logprobs.len(), wants_logprobs),
@@ -24,26 +30,37 @@ impl Engine {
         .into_iter()
         .find(|&(_, have, wanted)| wanted && have < sampled);
         if let Some((buffer, have, _)) = short {
-            self.in_flight[slot.index()] = Some(entries);
+            self.in_flight[slot.index()] = Some(flight);
             return Err(Error::BufferTooSmall { slot, buffer, have, need: sampled });
         }
 
-        let (mut at, mut prompt_tokens, mut any_ended) = (0, 0, false);
-        for entry in &entries {
-            let seq = &mut self.seqs[entry.id];
+        let (mut at, mut prompt_tokens, mut generated, mut any_ended) = (0, 0, 0, false);
+        for entry in &flight.entries {
+            let sampled_at = at;
+            at += usize::from(entry.sampled);
+            // It may have ended while this step was in flight: what was computed for it is lost.
+            let Some(seq) = self.seqs.get_mut(entry.id) else { continue };
+            seq.in_flight.remove(slot);
             seq.computed += entry.len;
-            if !seq.forgotten.is_empty() {
-                forget_pages(seq, &self.config, &mut self.pool);
+            seq.news.drain(..entry.news as usize);
+            seq.news_sent -= entry.news;
+            if entry.arrival != Arrival::No && seq.shares {
+                // An arrival starts where its hit ends.
+                Counters::add(&self.counters.cached_tokens, u64::from(entry.start));
+                Counters::add(&self.counters.looked_up_tokens, u64::from(seq.prefill_len));
             }
-            if seq.phase == Phase::Prefilling {
+            if entry.phase_before == Phase::Prefilling {
                 prompt_tokens += u64::from(entry.len);
             }
+            self.publish(entry.id);
+            self.forget_pages(entry.id);
             if !entry.sampled {
                 continue;
             }
-            seq.phase = Phase::Decoding;
-            let (token, logprob) = (results.tokens[at], results.logprobs.get(at).copied());
-            at += 1;
+            generated += 1;
+            let seq = &mut self.seqs[entry.id];
+            seq.pending -= 1;
+            let (token, logprob) = (results.tokens[sampled_at], results.logprobs.get(sampled_at).copied());
             if token < 0 || token as u32 >= self.config.vocab_size {
                 let cause = format!("the model's sampled token {token} is outside the vocabulary");
                 self.end(entry.id, Finish::Failed(cause), now);
@@ -67,68 +84,190 @@ impl Engine {
         if any_ended {
             self.drop_ended();
         }
+        Counters::add(&self.counters.copied_blocks, flight.copies.len() as u64);
+        self.step_is_in(slot, &mut flight);
         Counters::add(&self.counters.steps, 1);
         Counters::add(&self.counters.prompt_tokens, prompt_tokens);
-        Counters::add(&self.counters.generated_tokens, sampled as u64);
-        self.spare.push(entries);
+        Counters::add(&self.counters.generated_tokens, generated);
+        self.spare.push(flight);
         Ok(())
     }
 
-    /// Undoes a step that did not come about. Its rows stand where they stood before it was planned; arrivals wait
-    /// at the head of the queue. With a cause, its rows end failed with it.
+    /// Whoever waited for the step of a slot has waited long enough.
+    fn step_is_in(&mut self, slot: Slot, flight: &mut Flight) {
+        for (from, _) in flight.copies.drain(..) {
+            self.ledger.release(from, Tickets::NONE);
+        }
+        self.ledger.step_is_in(slot);
+        self.rows.step_is_in(slot);
+    }
+
+    /// Undoes a step that did not come about, and the one planned on top of it. Their rows stand where they stood
+    /// before; arrivals wait at the head of the queue. With a cause, the rows of the step itself end failed with it.
     ///
     /// # Errors
     /// [`Error::SlotMisused`] when no step is in flight in the slot.
     pub fn abandon(&mut self, slot: Slot, cause: Option<&str>, now: f64) -> Result<()> {
-        let Some(entries) = self.in_flight[slot.index()].take() else {
+        if self.in_flight[slot.index()].is_none() {
             return Err(Error::SlotMisused { slot, problem: "has no step to abandon" });
-        };
-        // Backwards, so that blocks and rows are free again in the order in which they were.
-        for entry in entries.iter().rev() {
-            if let Some(cause) = cause {
-                self.end(entry.id, Finish::Failed(cause.to_owned()), now);
-                continue;
-            }
-            let seq = &mut self.seqs[entry.id];
-            self.pool.release_tail(&mut seq.blocks, entry.blocks_before as usize);
-            if entry.arrival == Arrival::No {
-                continue;
-            }
-            seq.phase = Phase::Pending;
-            if let Some(row) = seq.row.take() {
-                self.rows.give_back(row);
-            }
-            self.active.retain(|&other| other != entry.id);
-            if entry.arrival == Arrival::Fresh {
-                seq.started = None;
-                seq.admitted = 0;
-                self.admissions -= 1;
-                self.inbox.back_in_queue();
-            }
-            self.queue.push(entry.id, &self.seqs[entry.id]);
         }
+        if self.oldest_in_flight() == Some(slot) {
+            self.undo(slot.other(), None, now);
+        }
+        self.undo(slot, cause, now);
         if cause.is_some() {
             self.drop_ended();
         }
-        Counters::add(&self.counters.abandoned_steps, 1);
-        self.spare.push(entries);
         self.publish_gauges();
         self.outbox.deliver(&mut self.events);
         Ok(())
     }
-}
 
-/// Gives back the pages that no later token of the sequence sees. Their places in the table stay, as trash.
-fn forget_pages(seq: &mut Sequence, config: &EngineConfig, pool: &mut BlockPool) {
-    let num_groups = config.groups.len();
-    seq.forgotten_before.copy_from_slice(&seq.forgotten);
-    for (group, reach) in config.groups.iter().enumerate() {
-        let first_seen = (reach.first_seen(seq.computed) / config.page_size) as usize;
-        for page in seq.forgotten[group] as usize..first_seen.min(seq.blocks.len() / num_groups) {
-            let block = std::mem::replace(&mut seq.blocks[page * num_groups + group], pool.read_trash());
-            let released = pool.release(block);
-            debug_assert!(released.is_ok(), "{released:?}");
-            seq.forgotten[group] = page as u32 + 1;
+    pub(crate) fn undo(&mut self, slot: Slot, cause: Option<&str>, now: f64) {
+        let Some(mut flight) = self.in_flight[slot.index()].take() else { return };
+        // Backwards, so that blocks and rows are free again in the order in which they were.
+        for at in (0..flight.entries.len()).rev() {
+            let entry = flight.entries[at];
+            let Some(seq) = self.seqs.get_mut(entry.id) else { continue };
+            seq.in_flight.remove(slot);
+            if let Some(cause) = cause {
+                self.end(entry.id, Finish::Failed(cause.to_owned()), now);
+                continue;
+            }
+            seq.planned -= entry.len;
+            seq.pending -= u32::from(entry.sampled);
+            seq.phase = entry.phase_before;
+            seq.news_sent -= entry.news;
+            self.ledger.release_tail(&mut seq.blocks, entry.blocks_before as usize, seq.in_flight);
+            let there = seq.blocks.len() as u32;
+            seq.news.retain(|&place| place < there);
+            if entry.arrival == Arrival::No {
+                continue;
+            }
+            if entry.arrival == Arrival::Fresh {
+                seq.started = None;
+                seq.admitted = 0;
+                seq.cached_tokens = 0;
+                self.admissions -= 1;
+                self.inbox.back_in_queue();
+            }
+            self.leave(entry.id);
+        }
+        self.step_is_in(slot, &mut flight);
+        Counters::add(&self.counters.abandoned_steps, 1);
+        self.spare.push(flight);
+    }
+
+    /// Takes its place from an active sequence: it waits again, as itself, with nothing computed.
+    pub(crate) fn leave(&mut self, id: SeqId) {
+        self.stop_sharing(id);
+        let seq = &mut self.seqs[id];
+        self.ledger.release_tail(&mut seq.blocks, 0, seq.in_flight);
+        seq.news.clear();
+        seq.forgotten.fill(0);
+        (seq.computed, seq.planned) = (0, 0);
+        seq.phase = Phase::Pending;
+        if let Some(row) = seq.row.take() {
+            self.rows.give_back(row, seq.in_flight);
+        }
+        self.active.retain(|&other| other != id);
+        self.queue.push(id, &self.seqs[id]);
+    }
+
+    /// Enters the match units that a sequence has computed into the index. A page that another block holds already is
+    /// given up for that one.
+    fn publish(&mut self, id: SeqId) {
+        let (match_unit, page_size) = (self.config.match_unit as usize, self.config.page_size as usize);
+        let num_groups = self.config.groups.len();
+        let ledger = &mut self.ledger;
+        let seq = &mut self.seqs[id];
+        if !seq.shares || seq.computed < (seq.published + 1) * match_unit as u32 {
+            return;
+        }
+        while seq.computed >= (seq.published + 1) * match_unit as u32 {
+            let unit = seq.published as usize;
+            let end = (unit + 1) * match_unit;
+            let tokens = &seq.tokens[unit * match_unit..end];
+            if seq.keys.len() == unit {
+                let before = if unit == 0 { seq.root } else { seq.keys[unit - 1] };
+                seq.keys.push(self.hasher.next(before, tokens));
+            }
+            let key = seq.keys[unit];
+            let node = match ledger.index.find(seq.tip, seq.root, key, tokens) {
+                Found::Node(node) => node,
+                Found::Nothing => ledger.index.insert(seq.tip, seq.root, key, tokens),
+                // Another text has the key. What follows could not be found either.
+                Found::Collision => return self.stop_sharing(id),
+            };
+            ledger.index.hold(node);
+            if let Some(before) = seq.tip.replace(node) {
+                ledger.index.let_go(before);
+            }
+            seq.published += 1;
+            for group in 0..num_groups {
+                let place = unit * match_unit / page_size * num_groups + group;
+                let own = seq.blocks[place];
+                if own == ledger.pool.read_trash() {
+                    continue;
+                }
+                let named = ledger.register(node, group, own);
+                if named != own && end.is_multiple_of(page_size) {
+                    ledger.share(named);
+                    ledger.release(own, seq.in_flight);
+                    seq.blocks[place] = named;
+                    seq.news.push(place as u32);
+                    Counters::add(&self.counters.merged_blocks, 1);
+                }
+            }
+        }
+        self.claim_next_unit(id);
+    }
+
+    /// Says which match unit of its known tokens a sequence computes next.
+    pub(crate) fn claim_next_unit(&mut self, id: SeqId) {
+        self.produces_no_more(id);
+        let seq = &mut self.seqs[id];
+        if (seq.published + 1) * self.config.match_unit <= seq.prefill_len {
+            let key = seq.keys[seq.published as usize];
+            *self.producers.entry(key).or_default() += 1;
+            seq.producing = Some(key);
+        }
+    }
+
+    fn produces_no_more(&mut self, id: SeqId) {
+        let Some(key) = self.seqs[id].producing.take() else { return };
+        if let Some(count) = self.producers.get_mut(&key) {
+            *count -= 1;
+            if *count == 0 {
+                self.producers.remove(&key);
+            }
+        }
+    }
+
+    /// Takes a sequence out of the prefix cache. What it entered stays.
+    pub(crate) fn stop_sharing(&mut self, id: SeqId) {
+        self.produces_no_more(id);
+        let seq = &mut self.seqs[id];
+        seq.shares = false;
+        seq.published = 0;
+        if let Some(tip) = seq.tip.take() {
+            self.ledger.index.let_go(tip);
+        }
+    }
+
+    /// Gives back the pages that no later token of the sequence sees. Their places in the table stay, as trash.
+    fn forget_pages(&mut self, id: SeqId) {
+        let seq = &mut self.seqs[id];
+        let num_groups = self.config.groups.len();
+        for (group, forgotten) in seq.forgotten.iter_mut().enumerate() {
+            let first_seen = self.config.groups[group].first_seen(seq.computed) / self.config.page_size;
+            for page in *forgotten..first_seen.min((seq.blocks.len() / num_groups) as u32) {
+                let place = page as usize * num_groups + group;
+                let block = std::mem::replace(&mut seq.blocks[place], self.ledger.pool.read_trash());
+                self.ledger.release(block, seq.in_flight);
+                seq.news.push(place as u32);
+                *forgotten = page + 1;
+            }
         }
     }
 }

@@ -2,6 +2,10 @@
 
 use crate::error::{Error, Result};
 use crate::group::Reach;
+use crate::hash::KEY_BITS;
+
+/// Match units are at most so long unless set: short prompts share too.
+const LONGEST_MATCH_UNIT: u32 = 32;
 
 /// The order in which a step takes its rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -13,7 +17,18 @@ pub enum Policy {
     PrefillFirst,
 }
 
-/// Sizes and bounds of an engine.
+/// Which cached block goes first when a block is needed and none is free. One at a time, and of a sequence that ended
+/// the tail before the head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Eviction {
+    /// The one that was cached (or, if shared meanwhile, cached again) the longest ago.
+    #[default]
+    Lru,
+    /// The one that was cached last.
+    Lifo,
+}
+
+/// Sizes and bounds of an engine. Start from [`EngineConfig::default`]: a field that is not named keeps its value.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineConfig {
     /// Tokens of a page.
@@ -38,8 +53,36 @@ pub struct EngineConfig {
     pub max_positions: Option<u32>,
     /// Bound on requests that wait to be admitted for the first time; 0 is none.
     pub max_queue_size: usize,
-    /// Seed of requests that bring none.
+    /// Seed of requests that bring none, and of the keys of the prefix cache.
     pub seed: u64,
+    /// Tokens of an entry of the prefix cache; a divisor of the page. 0: no prefix cache.
+    pub match_unit: u32,
+    /// The order in which cached blocks are given to others.
+    pub cache_eviction: Eviction,
+    /// Bits of a key of the prefix cache that count. All of them, but in tests of what happens when keys collide.
+    pub hash_bits: u32,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self {
+            page_size: 256,
+            num_blocks: 64,
+            groups: vec![Reach::Full],
+            max_requests_per_batch: 64,
+            max_batch_tokens: 8192,
+            max_cache_reads: None,
+            safety_margin: 0.0,
+            policy: Policy::Fifo,
+            vocab_size: 1 << 16,
+            max_positions: None,
+            max_queue_size: 0,
+            seed: 0,
+            match_unit: Self::default_match_unit(256),
+            cache_eviction: Eviction::Lru,
+            hash_bits: KEY_BITS,
+        }
+    }
 }
 
 impl EngineConfig {
@@ -70,6 +113,18 @@ impl EngineConfig {
                 self.safety_margin.to_string(),
                 "between 0 and 1",
             ),
+            (
+                "match_unit",
+                self.match_unit == 0 || self.page_size.is_multiple_of(self.match_unit),
+                self.match_unit.to_string(),
+                "0 (no prefix cache) or a divisor of page_size",
+            ),
+            (
+                "hash_bits",
+                (1..=KEY_BITS).contains(&self.hash_bits),
+                self.hash_bits.to_string(),
+                "at least 1 and at most 128",
+            ),
             ("vocab_size", self.vocab_size >= 1, self.vocab_size.to_string(), "at least 1"),
             (
                 "num_blocks",
@@ -91,6 +146,11 @@ impl EngineConfig {
             Some((name, _, value, bound)) => Err(Error::InvalidConfig { name, value, bound }),
             None => Ok(()),
         }
+    }
+
+    /// The largest divisor of a page that is at most 32.
+    pub fn default_match_unit(page_size: u32) -> u32 {
+        (1..=LONGEST_MATCH_UNIT.min(page_size)).rev().find(|unit| page_size.is_multiple_of(*unit)).unwrap_or(1)
     }
 
     /// Groups of calls.
@@ -117,6 +177,12 @@ impl EngineConfig {
             if self.blocks_to_hold(middle) <= pool { fits = middle } else { too_many = middle }
         }
         u64::from(fits)
+    }
+
+    /// Tokens of one sequence that pool and positions bear.
+    pub(crate) fn longest(&self) -> u32 {
+        let positions = self.max_positions.map_or(u64::MAX, u64::from);
+        self.capacity_tokens().min(positions) as u32
     }
 
     /// Tokens that one sequence reads in a step that brings one token, at most.

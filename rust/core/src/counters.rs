@@ -41,10 +41,14 @@ counters! {
     running,
     /// Blocks of the pool.
     capacity,
-    /// Blocks nobody owns.
+    /// Blocks nobody owns, of which nothing is known.
     free_blocks,
     /// Blocks with an owner.
     owned_blocks,
+    /// Blocks nobody owns, kept for prompts that begin alike.
+    cached_blocks,
+    /// Blocks nobody owns, but a step in flight uses.
+    retiring_blocks,
     /// Most blocks owned at once since the engine was made.
     peak_owned_blocks,
     /// Committed steps.
@@ -65,6 +69,18 @@ counters! {
     starved,
     /// Victims whose tokens joined their prompt.
     soft_resets,
+    /// Tokens that were found in the prefix cache instead of computed, in all admissions.
+    cached_tokens,
+    /// Tokens that were looked up in the prefix cache, in all admissions.
+    looked_up_tokens,
+    /// Cached blocks that were given to others.
+    evictions,
+    /// Blocks that were given up for another one with the same K and V.
+    merged_blocks,
+    /// Partly matching pages that were copied.
+    copied_blocks,
+    /// Times that everything cached was forgotten: weights changed, or the cache was reset.
+    epoch,
 }
 
 impl Counters {

@@ -11,12 +11,15 @@ use crate::arena::{ArenaLayout, StepShape};
 use crate::config::EngineConfig;
 use crate::counters::Counters;
 use crate::error::{Error, Result};
-use crate::ids::{RequestId, SeqId, Slot};
+use crate::hash::{Key, PrefixHasher};
+use crate::ids::{BlockId, RequestId, SeqId, Slot};
 use crate::inbox::{Inbox, Message};
 use crate::outbox::{Event, News, Outbox, Output};
-use crate::pool::BlockPool;
+use crate::ledger::Ledger;
+use crate::prefix::ByKey;
 use crate::queue::WaitingQueue;
 use crate::rows::Rows;
+use crate::pool::Tickets;
 use crate::sequence::{Finish, Phase, Request, Sequence};
 
 /// A planned step: its shape and where its parts lie in the arena.
@@ -45,14 +48,30 @@ pub struct Results<'a> {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Entry {
     pub id: SeqId,
-    /// Tokens it brings; they follow its computed ones.
+    /// Position of the first token it brings.
+    pub start: u32,
+    /// Tokens it brings.
     pub len: u32,
     /// Whether its next token is sampled.
     pub sampled: bool,
     /// Blocks it had before.
     pub blocks_before: u32,
+    /// Changes of its block table that the step brings.
+    pub news: u32,
+    /// Where it stood before.
+    pub phase_before: Phase,
     /// Whether it got its row with this step.
     pub arrival: Arrival,
+}
+
+/// A planned step: what it takes to commit or undo it.
+#[derive(Debug, Default)]
+pub(crate) struct Flight {
+    /// Counts the steps as they are planned.
+    pub number: u64,
+    pub entries: Vec<Entry>,
+    /// Blocks that it copies, from and to. It owns those it copies from until it is in.
+    pub copies: Vec<(BlockId, BlockId)>,
 }
 
 /// How a row came into a step.
@@ -70,7 +89,10 @@ pub(crate) enum Arrival {
 #[derive(Debug)]
 pub struct Engine {
     pub(crate) config: EngineConfig,
-    pub(crate) pool: BlockPool,
+    pub(crate) ledger: Ledger,
+    pub(crate) hasher: PrefixHasher,
+    /// Match units that active sequences compute next, and how many do.
+    pub(crate) producers: ByKey<u32>,
     pub(crate) rows: Rows,
     pub(crate) seqs: SlotMap<SeqId, Sequence>,
     pub(crate) by_request: HashMap<RequestId, SeqId>,
@@ -78,8 +100,18 @@ pub struct Engine {
     /// Sequences with a row, in order of admission.
     pub(crate) active: Vec<SeqId>,
     pub(crate) admissions: u64,
-    /// The step in flight in each slot, by rows.
-    pub(crate) in_flight: [Option<Vec<Entry>>; 2],
+    /// Tokens of one sequence that pool and positions bear.
+    pub(crate) longest: u32,
+    /// Table changes that a step has room for.
+    pub(crate) table_changes: u32,
+    /// Available blocks with fewer than which prefills wait.
+    pub(crate) reserve: u32,
+    arena_capacity: usize,
+    /// The step in flight in each slot.
+    pub(crate) in_flight: [Option<Flight>; 2],
+    pub(crate) planned_steps: u64,
+    /// Requests of several sequences, by their first: how many they had, and how many of them live.
+    pub(crate) families: HashMap<RequestId, (u32, u32)>,
     /// Where decodes start when the budget of cache reads cut the last step short.
     pub(crate) decode_cursor: usize,
     /// Steps in a row that had no tokens left for some decode.
@@ -90,9 +122,10 @@ pub struct Engine {
     pub(crate) events: Vec<Event>,
     pub(crate) mail: VecDeque<Message>,
     /// Buffers that keep their size from step to step.
-    pub(crate) spare: Vec<Vec<Entry>>,
+    pub(crate) spare: Vec<Flight>,
     pub(crate) starved: Vec<SeqId>,
     pub(crate) split: Vec<SeqId>,
+    pub(crate) longer: Vec<Entry>,
 }
 
 impl Engine {
@@ -102,9 +135,10 @@ impl Engine {
     /// [`Error::InvalidConfig`].
     pub fn new(config: EngineConfig) -> Result<Self> {
         config.validate()?;
-        let pool_blocks = config.num_blocks * config.num_groups();
         let engine = Self {
-            pool: BlockPool::new(pool_blocks),
+            ledger: Ledger::new(&config),
+            hasher: PrefixHasher::new(&config),
+            producers: ByKey::default(),
             rows: Rows::new(config.max_requests_per_batch),
             inbox: Arc::new(Inbox::new(&config)),
             outbox: Arc::default(),
@@ -114,14 +148,21 @@ impl Engine {
             queue: WaitingQueue::default(),
             active: Vec::new(),
             admissions: 0,
+            longest: config.longest(),
+            table_changes: ArenaLayout::table_changes(&config) as u32,
+            reserve: config.reserve(),
+            arena_capacity: ArenaLayout::capacity(&config),
             in_flight: [None, None],
+            planned_steps: 0,
+            families: HashMap::new(),
             decode_cursor: 0,
             steps_without_all_decodes: 0,
             events: Vec::new(),
             mail: VecDeque::new(),
-            spare: vec![Vec::new(), Vec::new()],
+            spare: Vec::new(),
             starved: Vec::new(),
             split: Vec::new(),
+            longer: Vec::new(),
             config,
         };
         engine.publish_gauges();
@@ -150,16 +191,19 @@ impl Engine {
 
     /// Elements that the arena of a slot needs.
     pub fn arena_capacity(&self) -> usize {
-        ArenaLayout::capacity(&self.config)
+        self.arena_capacity
     }
 
     /// The call of a step: commits the results of one slot, reads the inbox, and plans the next step into the arena
-    /// of another (or the same) slot. `None` when there is nothing to run.
+    /// of another (or the same) slot. `None` when there is nothing to run before a step in flight is in.
+    ///
+    /// One step may be in flight while the next is planned: tokens that it samples stand in the new step as
+    /// *carry-overs*, to be copied on the device. Steps are committed in the order in which they were planned.
     ///
     /// `now` is the time in seconds of the caller's clock; it only grows.
     ///
     /// # Errors
-    /// [`Error::SlotMisused`] for a commit of a slot without a step or a plan while one is in flight,
+    /// [`Error::SlotMisused`] for a commit of a slot without a step or out of order, or a plan into a slot that has one,
     /// [`Error::BufferTooSmall`] for short buffers. Nothing has changed then.
     pub fn advance(
         &mut self,
@@ -170,10 +214,7 @@ impl Engine {
         if let Some(results) = done {
             self.commit(results, now)?;
         }
-        // While a step is in flight its sequences stay as they are.
-        if !self.has_step_in_flight() {
-            self.read_inbox(now);
-        }
+        self.read_inbox(now);
         let step = match next {
             Some((slot, arena)) => self.plan(slot, arena, now),
             None => Ok(None),
@@ -191,6 +232,7 @@ impl Engine {
             tokens: vec![],
             logprobs: vec![],
             timestamps: vec![],
+            cached_tokens: 0,
             finish,
             started: None,
             ended: now,
@@ -200,6 +242,25 @@ impl Engine {
         self.publish_gauges();
         self.outbox.deliver(&mut self.events);
         request
+    }
+
+    /// The slot of the step that was planned first of those in flight.
+    pub(crate) fn oldest_in_flight(&self) -> Option<Slot> {
+        let number = |slot: &Slot| self.in_flight[slot.index()].as_ref().map(|flight| flight.number);
+        Slot::ALL.into_iter().filter(|slot| number(slot).is_some()).min_by_key(number)
+    }
+
+    /// Forgets everything that is cached: the weights changed, or the caller wants it so. What is being computed goes on,
+    /// and nothing of it is shared any more.
+    pub fn new_epoch(&mut self) {
+        let ids = std::mem::take(&mut self.active);
+        for &id in &ids {
+            self.stop_sharing(id);
+        }
+        self.active = ids;
+        self.ledger.clear();
+        Counters::add(&self.counters.epoch, 1);
+        self.publish_gauges();
     }
 
     /// Whether a step is in flight.
@@ -214,8 +275,10 @@ impl Engine {
 
     /// Ends every request with that cause, those in the inbox too. Steps in flight are forgotten.
     pub fn fail_all(&mut self, cause: &str, now: f64) {
-        for entries in self.in_flight.iter_mut().filter_map(Option::take) {
-            self.spare.push(entries);
+        // In the reverse order of their planning.
+        if let Some(oldest) = self.oldest_in_flight() {
+            self.undo(oldest.other(), None, now);
+            self.undo(oldest, None, now);
         }
         self.read_inbox(now);
         let ids: Vec<_> = self.seqs.keys().collect();
@@ -233,11 +296,14 @@ impl Engine {
         let mut ended_active = false;
         for message in mail.drain(..) {
             match message {
-                Message::Submit(request, what) => self.accept(request, what),
+                Message::Submit(request, what, root, keys) => self.accept(request, what, root, keys),
                 Message::Cancel(request) => {
-                    if let Some(&id) = self.by_request.get(&request) {
-                        ended_active |= self.seqs[id].row.is_some();
-                        self.end(id, Finish::Cancelled, now);
+                    let number = self.families.get(&request).map_or(1, |&(number, _)| number);
+                    for child in 0..u64::from(number) {
+                        if let Some(&id) = self.by_request.get(&RequestId(request.0 + child)) {
+                            ended_active |= self.seqs[id].row.is_some();
+                            self.end(id, Finish::Cancelled, now);
+                        }
                     }
                 }
             }
@@ -248,33 +314,61 @@ impl Engine {
         }
     }
 
-    fn accept(&mut self, request: RequestId, what: Request) {
+    fn accept(&mut self, first: RequestId, what: Request, root: Key, keys: Vec<Key>) {
+        if what.n > 1 {
+            self.families.insert(first, (what.n, what.n));
+        }
+        let seed = what.seed.unwrap_or_else(|| mix(self.config.seed ^ mix(first.0)));
+        for child in 1..u64::from(what.n) {
+            self.accept_sequence(first, child, seed, what.clone(), root, keys.clone());
+        }
+        self.accept_sequence(first, 0, seed, what, root, keys);
+    }
+
+    fn accept_sequence(
+        &mut self,
+        first: RequestId,
+        child: u64,
+        seed: u64,
+        what: Request,
+        root: Key,
+        keys: Vec<Key>,
+    ) {
+        let request = RequestId(first.0 + child);
         let prompt_len = what.prompt.len() as u32;
-        let capacity =
-            self.config.capacity_tokens().min(u64::from(self.config.max_positions.unwrap_or(u32::MAX)));
         let wanted = u64::from(prompt_len) + what.max_new_tokens as u64;
-        let seed = what.seed.unwrap_or_else(|| mix(self.config.seed ^ mix(request.0)));
+        let forgotten = if self.config.has_windows() { self.config.groups.len() } else { 0 };
         let id = self.seqs.insert(Sequence {
             request,
+            parent: first,
             phase: Phase::Pending,
             tokens: what.prompt,
             prompt_len,
             priority: what.priority,
             computed: 0,
-            max_len: wanted.min(capacity) as u32,
+            planned: 0,
+            pending: 0,
+            sampled_at: [0; 2],
+            in_flight: Tickets::NONE,
+            max_len: wanted.min(u64::from(self.longest)) as u32,
             blocks: Vec::new(),
-            forgotten: if self.config.has_windows() { vec![0; self.config.groups.len()] } else { Vec::new() },
-            forgotten_before: if self.config.has_windows() {
-                vec![0; self.config.groups.len()]
-            } else {
-                Vec::new()
-            },
+            news: Vec::new(),
+            news_sent: 0,
+            forgotten: vec![0; forgotten],
             row: None,
             admitted: 0,
             passed_over: 0,
+            prefill_len: 0,
+            root,
+            keys,
+            shares: false,
+            published: 0,
+            tip: None,
+            producing: None,
+            cached_tokens: 0,
             eos: what.eos,
             sampling: what.sampling,
-            draw_key: mix(seed),
+            draw_key: mix(seed ^ mix(child)),
             streaming: what.streaming,
             record_timestamps: what.record_timestamps,
             record_logprobs: what.record_logprobs,
@@ -289,11 +383,21 @@ impl Engine {
     /// Takes a sequence out, gives back what it has, and writes its terminal event. The list of active ones is left
     /// to [`Engine::drop_ended`].
     pub(crate) fn end(&mut self, id: SeqId, finish: Finish, now: f64) {
+        if !self.seqs.contains_key(id) {
+            return;
+        }
+        self.stop_sharing(id);
         let Some(mut seq) = self.seqs.remove(id) else { return };
         self.by_request.remove(&seq.request);
-        self.pool.release_tail(&mut seq.blocks, 0);
+        if let Some((_, living)) = self.families.get_mut(&seq.parent) {
+            *living -= 1;
+            if *living == 0 {
+                self.families.remove(&seq.parent);
+            }
+        }
+        self.ledger.release_tail(&mut seq.blocks, 0, seq.in_flight);
         match seq.row.take() {
-            Some(row) => self.rows.give_back(row),
+            Some(row) => self.rows.give_back(row, seq.in_flight),
             None => {
                 self.queue.remove(&seq);
                 if seq.admitted == 0 {
@@ -308,8 +412,8 @@ impl Engine {
         };
         Counters::add(counter, 1);
         let tokens = seq.tokens.split_off(seq.prompt_len as usize);
-        let Sequence { logprobs, timestamps, started, request, .. } = seq;
-        let output = Output { tokens, logprobs, timestamps, finish, started, ended: now };
+        let Sequence { logprobs, timestamps, cached_tokens, started, request, .. } = seq;
+        let output = Output { tokens, logprobs, timestamps, cached_tokens, finish, started, ended: now };
         self.events.push(Event { request, news: News::End(Box::new(output)) });
     }
 
@@ -322,19 +426,22 @@ impl Engine {
     pub(crate) fn publish_gauges(&self) {
         use std::sync::atomic::Ordering::Relaxed;
         let counters = &self.counters;
-        let owned = u64::from(self.pool.owned());
+        let (pool, total) = (&self.ledger.pool, self.ledger.pool.total());
         counters.submitted.store(self.inbox.submitted(), Relaxed);
         counters.waiting.store(self.queue.len() as u64, Relaxed);
         counters.running.store(self.active.len() as u64, Relaxed);
-        counters.capacity.store(u64::from(self.pool.capacity()), Relaxed);
-        counters.free_blocks.store(u64::from(self.pool.available()), Relaxed);
-        counters.owned_blocks.store(owned, Relaxed);
-        counters.peak_owned_blocks.fetch_max(owned, Relaxed);
+        counters.capacity.store(u64::from(pool.capacity()), Relaxed);
+        counters.free_blocks.store(u64::from(pool.free()), Relaxed);
+        counters.owned_blocks.store(u64::from(total.owned), Relaxed);
+        counters.cached_blocks.store(u64::from(total.cached), Relaxed);
+        counters.retiring_blocks.store(u64::from(total.retiring), Relaxed);
+        counters.peak_owned_blocks.fetch_max(u64::from(total.owned), Relaxed);
+        counters.evictions.store(self.ledger.evictions, Relaxed);
     }
 
     pub(crate) fn check_free(&self, slot: Slot) -> Result<()> {
-        if self.has_step_in_flight() {
-            return Err(Error::SlotMisused { slot, problem: "cannot be planned while a step is in flight" });
+        if self.in_flight[slot.index()].is_some() {
+            return Err(Error::SlotMisused { slot, problem: "cannot be planned while its step is in flight" });
         }
         Ok(())
     }

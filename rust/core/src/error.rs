@@ -55,6 +55,12 @@ pub enum Error {
         /// The value met.
         value: i64,
     },
+    /// A request for no sequence at all.
+    #[error("n is {value}, but a request has at least 1 sequence")]
+    InvalidN {
+        /// The value met.
+        value: u32,
+    },
     /// The waiting queue is at its bound.
     #[error("the queue is full: {limit} requests wait already (max_queue_size); try again later")]
     QueueFull {
@@ -100,6 +106,12 @@ pub enum Error {
     /// A block was given back that nobody owns.
     #[error("block {block} was released but nobody owns it")]
     DoubleFree {
+        /// The block's number.
+        block: u32,
+    },
+    /// A block was to be shared that nobody has, or that is not of the pool.
+    #[error("block {block} cannot be shared: nothing is known of what is in it")]
+    NotShareable {
         /// The block's number.
         block: u32,
     },

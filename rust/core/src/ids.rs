@@ -64,6 +64,14 @@ impl Slot {
     /// Both slots, in order.
     pub const ALL: [Slot; 2] = [Slot::A, Slot::B];
 
+    /// The other one.
+    pub fn other(self) -> Self {
+        match self {
+            Slot::A => Slot::B,
+            Slot::B => Slot::A,
+        }
+    }
+
     /// 0 for A, 1 for B.
     pub fn index(self) -> usize {
         match self {

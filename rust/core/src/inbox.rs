@@ -9,13 +9,15 @@ use std::time::Duration;
 
 use crate::config::EngineConfig;
 use crate::error::{Error, Result};
+use crate::hash::{Key, PrefixHasher};
 use crate::ids::RequestId;
 use crate::sequence::Request;
 
 /// What the engine's thread finds in the inbox.
 #[derive(Debug)]
 pub(crate) enum Message {
-    Submit(RequestId, Request),
+    /// The first id, and the keys of the prompt.
+    Submit(RequestId, Request, Key, Vec<Key>),
     Cancel(RequestId),
 }
 
@@ -40,6 +42,7 @@ pub struct Inbox {
     num_blocks: u32,
     page_size: u32,
     max_queue_size: usize,
+    hasher: PrefixHasher,
 }
 
 impl Inbox {
@@ -55,6 +58,7 @@ impl Inbox {
             num_blocks: config.num_blocks,
             page_size: config.page_size,
             max_queue_size: config.max_queue_size,
+            hasher: PrefixHasher::new(config),
         }
     }
 
@@ -105,22 +109,29 @@ impl Inbox {
         Ok(())
     }
 
-    /// Hands a request over. It gets exactly one terminal event, whatever happens.
+    /// Hands a request over. Each of its sequences gets exactly one terminal event, whatever happens. Returns the id of
+    /// the first; those of the others follow.
     ///
     /// # Errors
     /// An [`Error`] that names what is wrong with the request; [`Error::QueueFull`] or [`Error::Closed`] otherwise.
     pub fn submit(&self, request: Request) -> Result<RequestId> {
         self.check(&request.prompt, request.max_new_tokens)?;
+        if request.n == 0 {
+            return Err(Error::InvalidN { value: request.n });
+        }
+        // Hashed here, by the thread that submits.
+        let root = self.hasher.root(&request.cache_salt, &request.adapter);
+        let keys = self.hasher.chain(root, &request.prompt);
         let mut mail = self.lock();
         if let Some(cause) = &mail.closed {
             return Err(Error::Closed { cause: cause.clone() });
         }
-        if self.max_queue_size > 0 && self.queued.load(Ordering::Relaxed) >= self.max_queue_size {
+        if self.max_queue_size > 0 && self.queued.load(Ordering::Relaxed) + request.n as usize > self.max_queue_size {
             return Err(Error::QueueFull { limit: self.max_queue_size });
         }
-        self.queued.fetch_add(1, Ordering::Relaxed);
-        let id = self.next_id();
-        mail.messages.push_back(Message::Submit(id, request));
+        self.queued.fetch_add(request.n as usize, Ordering::Relaxed);
+        let id = RequestId(self.next_ordinal.fetch_add(u64::from(request.n), Ordering::Relaxed));
+        mail.messages.push_back(Message::Submit(id, request, root, keys));
         drop(mail);
         self.arrived.notify_one();
         Ok(id)

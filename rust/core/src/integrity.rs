@@ -2,7 +2,7 @@
 
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::ids::SeqId;
+use crate::ids::{SeqId, Slot};
 use crate::sequence::Phase;
 
 impl Engine {
@@ -12,11 +12,14 @@ impl Engine {
     /// # Errors
     /// [`Error::Corrupt`] with the first contradiction. Costs O(pool + tokens' pages): for tests and idle moments.
     pub fn check_integrity(&self) -> Result<()> {
-        let mut references = vec![0; self.pool.capacity() as usize];
+        let mut references = vec![0; self.ledger.pool.capacity() as usize];
+        for (from, _) in self.in_flight.iter().flatten().flat_map(|flight| &flight.copies) {
+            references[from.get() as usize] += 1;
+        }
         let mut rows = vec![false; self.rows.capacity() as usize];
         let (mut with_row, mut waiting) = (0, 0);
         for (id, seq) in &self.seqs {
-            for block in seq.blocks.iter().filter(|&&block| block != self.pool.read_trash()) {
+            for block in seq.blocks.iter().filter(|&&block| block != self.ledger.pool.read_trash()) {
                 match references.get_mut(block.get() as usize) {
                     Some(count) => *count += 1,
                     None => {
@@ -50,7 +53,7 @@ impl Engine {
             }
             self.check_lengths(id)?;
         }
-        if with_row != self.active.len() || self.rows.available() as usize + with_row != rows.len() {
+        if with_row != self.active.len() || self.rows.available() as usize + self.rows.retiring() as usize + with_row != rows.len() {
             return corrupt(format!(
                 "{with_row} sequences have rows, {} are active, {} rows of {} are free",
                 self.active.len(),
@@ -69,13 +72,50 @@ impl Engine {
                 self.queue.len()
             ));
         }
-        self.pool.check(&references)
+        self.ledger.check(&references, self.seqs.values().filter_map(|seq| seq.tip))?;
+        self.check_flights()
+    }
+
+    /// What sequences say of the steps in flight is what those say.
+    fn check_flights(&self) -> Result<()> {
+        for (id, seq) in &self.seqs {
+            let (mut len, mut sampled, mut news) = (0, 0, 0);
+            for slot in Slot::ALL {
+                let flight = self.in_flight[slot.index()].as_ref();
+                let mut entries = flight.iter().flat_map(|flight| &flight.entries).filter(|entry| entry.id == id);
+                let entry = entries.next();
+                if entries.next().is_some() || entry.is_some() != seq.in_flight.has(slot) {
+                    return corrupt(format!("request {} is not in slot {slot:?} as it says", seq.request));
+                }
+                len += entry.map_or(0, |entry| entry.len);
+                sampled += entry.map_or(0, |entry| u32::from(entry.sampled));
+                news += entry.map_or(0, |entry| entry.news);
+            }
+            if (seq.computed + len, sampled, news) != (seq.planned, seq.pending, seq.news_sent) {
+                return corrupt(format!(
+                    "request {}: {} + {len} of {} planned tokens, {sampled} of {} sampled, {news} of {} changes in flight",
+                    seq.request, seq.computed, seq.planned, seq.pending, seq.news_sent
+                ));
+            }
+            let units = seq.published * self.config.match_unit;
+            if units > seq.computed || (seq.published > 0) != seq.tip.is_some() {
+                return corrupt(format!("request {}: {units} of {} tokens published", seq.request, seq.computed));
+            }
+            if seq.producing.is_some_and(|key| !self.producers.contains_key(&key)) {
+                return corrupt(format!("request {} does not stand among the producers", seq.request));
+            }
+        }
+        let producing = self.seqs.values().filter(|seq| seq.producing.is_some()).count();
+        let listed: u32 = self.producers.values().sum();
+        if producing as u32 != listed {
+            return corrupt(format!("{producing} sequences produce, {listed} are listed"));
+        }
+        Ok(())
     }
 
     fn check_lengths(&self, id: SeqId) -> Result<()> {
         let seq = &self.seqs[id];
-        let planned = self.in_flight.iter().flatten().flatten().filter(|entry| entry.id == id);
-        let held = seq.computed + planned.map(|entry| entry.len).sum::<u32>();
+        let held = seq.planned;
         let expected = held.div_ceil(self.config.page_size) * self.config.num_groups();
         if seq.row.is_some() && seq.blocks.len() as u32 != expected {
             return corrupt(format!(
@@ -89,7 +129,7 @@ impl Engine {
             let unseen =
                 if seq.computed == 0 { 0 } else { reach.first_seen(seq.computed) / self.config.page_size };
             let of_group = seq.blocks.iter().skip(group).step_by(self.config.groups.len());
-            let trash = of_group.map(|&block| block == self.pool.read_trash());
+            let trash = of_group.map(|&block| block == self.ledger.pool.read_trash());
             if forgotten != unseen
                 || !trash.enumerate().all(|(page, trash)| trash == ((page as u32) < forgotten))
             {
@@ -100,7 +140,7 @@ impl Engine {
             }
         }
         let known = seq.tokens.len() as u32;
-        if seq.computed >= known || known >= seq.max_len || held > known {
+        if seq.computed >= known || known >= seq.max_len || held > seq.known() {
             return corrupt(format!(
                 "request {}: {} of {known} tokens computed, {held} planned, bound {}",
                 seq.request, seq.computed, seq.max_len

@@ -5,16 +5,14 @@
 //! and events go out through the [`Outbox`].
 //!
 //! ```
-//! use chairlift_core::{Engine, EngineConfig, Policy, Reach, Request, Results, Sampling, Slot, News};
+//! use chairlift_core::{Engine, EngineConfig, News, Request, Results, Slot};
 //!
 //! let mut engine = Engine::new(EngineConfig {
-//!     page_size: 4, num_blocks: 8, groups: vec![Reach::Full], max_requests_per_batch: 4, max_batch_tokens: 16,
-//!     max_cache_reads: None, safety_margin: 0.15, policy: Policy::Fifo, vocab_size: 97, max_positions: None,
-//!     max_queue_size: 0, seed: 0,
+//!     page_size: 4, match_unit: 4, num_blocks: 8, max_requests_per_batch: 4, max_batch_tokens: 16, vocab_size: 97,
+//!     ..EngineConfig::default()
 //! })?;
 //! let id = engine.inbox().submit(Request {
-//!     prompt: vec![5, 6, 7], max_new_tokens: 1, eos: [].into(), sampling: Sampling::Greedy, priority: 0, seed: None,
-//!     streaming: false, record_timestamps: false, record_logprobs: false,
+//!     prompt: vec![5, 6, 7], max_new_tokens: 1, ..Request::default()
 //! })?;
 //! let mut arena = vec![0; engine.arena_capacity()];
 //! let step = engine.advance(None, Some((Slot::A, &mut arena)), 0.1)?.expect("one request waits");
@@ -36,18 +34,21 @@ mod counters;
 mod engine;
 mod error;
 mod group;
+mod hash;
 mod ids;
 mod inbox;
 mod integrity;
+mod ledger;
 mod outbox;
 mod plan;
 mod pool;
+mod prefix;
 mod queue;
 mod rows;
 mod sequence;
 
-pub use arena::{ArenaLayout, DRAW_WIDTH, ROW_CHANGE_WIDTH, StepShape, TABLE_CHANGE_WIDTH};
-pub use config::{EngineConfig, Policy};
+pub use arena::{ArenaLayout, DRAW_WIDTH, PAIR_WIDTH, ROW_CHANGE_WIDTH, StepShape, TABLE_CHANGE_WIDTH};
+pub use config::{EngineConfig, Eviction, Policy};
 pub use counters::{Counters, Stats};
 pub use engine::{Engine, Results, Step};
 pub use error::{Error, Result};
@@ -56,6 +57,7 @@ pub use ids::{BlockId, RequestId, RowId, SeqId, Slot};
 pub use inbox::Inbox;
 pub use outbox::{Event, News, Outbox, Output, Waited};
 pub use plan::MAX_STEPS_WITHOUT_DECODES;
-pub use pool::{BlockPool, NUM_TRASH_BLOCKS};
+pub use hash::KEY_BITS;
+pub use pool::{BlockCounts, BlockPool, BlockState, NUM_TRASH_BLOCKS, Tickets};
 pub use queue::MAX_PASSED_OVER;
 pub use sequence::{Finish, Phase, Request, Sampling};

@@ -19,6 +19,8 @@ pub struct Output {
     pub logprobs: Vec<f32>,
     /// Time of each token where they were asked for, else empty.
     pub timestamps: Vec<f64>,
+    /// Tokens of the prompt whose K and V were found in the prefix cache when it was first admitted.
+    pub cached_tokens: u32,
     /// How it ended.
     pub finish: Finish,
     /// When it was first planned; `None` if it never was.
@@ -280,6 +282,7 @@ mod tests {
             tokens: vec![],
             logprobs: vec![],
             timestamps: vec![],
+            cached_tokens: 0,
             finish: Finish::Stop,
             started: None,
             ended: 0.0,

@@ -2,21 +2,33 @@
 
 use std::cmp::Reverse;
 
-use crate::arena::{ArenaLayout, DRAW_WIDTH, ROW_CHANGE_WIDTH, StepShape, TABLE_CHANGE_WIDTH};
+use crate::arena::{ArenaLayout, DRAW_WIDTH, PAIR_WIDTH, ROW_CHANGE_WIDTH, StepShape, TABLE_CHANGE_WIDTH};
 use crate::config::Policy;
 use crate::counters::Counters;
-use crate::engine::{Arrival, Engine, Entry, Step};
+use crate::engine::{Arrival, Engine, Entry, Flight, Step};
 use crate::error::{Error, Result};
-use crate::ids::{SeqId, Slot};
+use crate::ids::{BlockId, SeqId, Slot};
+use crate::prefix::Hit;
 use crate::queue::MAX_PASSED_OVER;
-use crate::sequence::{Phase, Sampling, Sequence};
+use crate::sequence::{Phase, Sampling};
 
 /// What is left for the step that is being planned.
 struct Budget {
+    slot: Slot,
     tokens: u32,
     cache_reads: u64,
+    table_changes: u32,
     /// Whether it was too small for some decode.
     left_out: bool,
+}
+
+/// What an admission would take from the cache.
+#[derive(Debug, Clone, Copy)]
+struct Offer {
+    /// What need not be computed.
+    hit: Hit,
+    /// Blocks that its admission takes from the available ones, and will take until all of its known tokens are computed.
+    blocks: u32,
 }
 
 /// With `prefill_first`, a decoding sequence is in at least every so manieth step.
@@ -29,67 +41,86 @@ impl Engine {
         if arena.len() < need {
             return Err(Error::BufferTooSmall { slot, buffer: "arena", have: arena.len(), need });
         }
-        let mut entries = self.spare.pop().unwrap_or_default();
-        entries.clear();
+        let mut flight = self.spare.pop().unwrap_or_default();
+        flight.entries.clear();
         let mut first_pass = true;
         loop {
-            self.choose_rows(&mut entries, now);
+            self.choose_rows(slot, &mut flight, now);
             if std::mem::take(&mut first_pass) {
                 Counters::add(&self.counters.starved, self.starved.len() as u64);
             }
             // Victims make room: for the next step when this one has rows, for this one when it has none.
             let relieved = !self.starved.is_empty() && self.choose_victims();
-            if !entries.is_empty() || !relieved {
+            if !flight.entries.is_empty() || !relieved {
                 break;
             }
         }
-        // Rows that bring one token stand first: kernels may have a faster path for them.
-        entries.sort_by_key(|entry| entry.len != 1);
-        if entries.is_empty() {
-            debug_assert!(self.seqs.is_empty(), "nothing could be planned although sequences are there");
-            self.spare.push(entries);
+        if flight.entries.is_empty() {
+            debug_assert!(
+                self.seqs.is_empty() || self.has_step_in_flight(),
+                "nothing could be planned although sequences are there"
+            );
+            self.spare.push(flight);
             return Ok(None);
         }
-        let step = self.write(slot, &entries, arena);
-        self.in_flight[slot.index()] = Some(entries);
+        self.singles_first(&mut flight.entries);
+        let step = self.write(slot, &flight, arena);
+        self.planned_steps += 1;
+        flight.number = self.planned_steps;
+        self.in_flight[slot.index()] = Some(flight);
         Ok(Some(step))
     }
 
-    fn choose_rows(&mut self, entries: &mut Vec<Entry>, now: f64) {
+    /// Rows that bring one token stand first: kernels may have a faster path for them.
+    fn singles_first(&mut self, entries: &mut Vec<Entry>) {
+        let longer = &mut self.longer;
+        entries.retain(|entry| {
+            if entry.len != 1 {
+                longer.push(*entry);
+            }
+            entry.len == 1
+        });
+        entries.append(longer);
+    }
+
+    fn choose_rows(&mut self, slot: Slot, flight: &mut Flight, now: f64) {
         self.starved.clear();
         let mut budget = Budget {
+            slot,
             tokens: self.config.max_batch_tokens,
             cache_reads: self.config.max_cache_reads.unwrap_or(u64::MAX),
+            table_changes: self.table_changes,
             left_out: false,
         };
         let prefills_first = self.config.policy == Policy::PrefillFirst
             && self.steps_without_all_decodes + 1 < MAX_STEPS_WITHOUT_DECODES;
         if prefills_first {
-            self.choose_split_prefills(entries, &mut budget);
-            self.choose_decodes(entries, &mut budget);
+            self.choose_split_prefills(flight, &mut budget);
+            self.choose_decodes(flight, &mut budget);
         } else {
-            self.choose_decodes(entries, &mut budget);
-            self.choose_split_prefills(entries, &mut budget);
+            self.choose_decodes(flight, &mut budget);
+            self.choose_split_prefills(flight, &mut budget);
         }
-        self.admit(entries, &mut budget, now);
-        if !entries.is_empty() {
+        self.admit(flight, &mut budget, now);
+        if !flight.entries.is_empty() {
             self.steps_without_all_decodes =
                 if budget.left_out { self.steps_without_all_decodes + 1 } else { 0 };
         }
     }
 
-    fn choose_decodes(&mut self, entries: &mut Vec<Entry>, budget: &mut Budget) {
+    fn choose_decodes(&mut self, flight: &mut Flight, budget: &mut Budget) {
         let count = self.active.len();
         let start = if self.decode_cursor < count { self.decode_cursor } else { 0 };
         self.decode_cursor = 0;
         for at in (start..count).chain(0..start) {
             let id = self.active[at];
             let seq = &self.seqs[id];
-            if seq.phase != Phase::Decoding {
+            // One whose prompt comes to its end in this very step decodes from the next.
+            if seq.phase != Phase::Decoding || seq.ends_in_flight() || seq.in_flight.has(budget.slot) {
                 continue;
             }
-            let reads = self.reads(id, 1);
-            if budget.tokens == 0 || reads > budget.cache_reads {
+            let reads = self.reads(seq.planned, 1);
+            if budget.tokens == 0 || reads > budget.cache_reads || self.changes(id, 1) > budget.table_changes {
                 // The ones that this step leaves out are first in the next.
                 budget.left_out = true;
                 if self.decode_cursor == 0 {
@@ -97,54 +128,54 @@ impl Engine {
                 }
                 continue;
             }
-            if !self.extend(id, 1, entries) {
+            if !self.extend(id, 1, flight, budget) {
                 self.starved.push(id);
-                continue;
             }
-            budget.tokens -= 1;
-            budget.cache_reads -= reads;
         }
     }
 
-    fn choose_split_prefills(&mut self, entries: &mut Vec<Entry>, budget: &mut Budget) {
+    fn choose_split_prefills(&mut self, flight: &mut Flight, budget: &mut Budget) {
         let mut split = std::mem::take(&mut self.split);
         split.clear();
-        split.extend(self.active.iter().copied().filter(|&id| self.seqs[id].phase != Phase::Decoding));
+        split.extend(self.active.iter().copied().filter(|&id| self.seqs[id].phase == Phase::Prefilling));
         for &id in &split {
-            if budget.tokens == 0 || !self.prefills_go_on(entries) {
+            if budget.tokens == 0 || !self.prefills_go_on(flight) {
                 break;
             }
-            let chunk = self.chunk(id, budget);
-            if chunk == 0 {
+            let seq = &self.seqs[id];
+            let chunk = self.chunk(seq.known(), seq.planned, budget);
+            if chunk == 0 || self.changes(id, chunk) > budget.table_changes {
                 continue;
             }
             // With blocks for a part of it, a part goes on.
             let chunk = chunk.min(self.room(id));
-            if chunk > 0 && self.extend(id, chunk, entries) {
-                budget.tokens -= chunk;
-                budget.cache_reads -= self.reads(id, chunk);
-            } else {
+            if chunk == 0 || !self.extend(id, chunk, flight, budget) {
                 self.starved.push(id);
             }
         }
         self.split = split;
     }
 
-    fn admit(&mut self, entries: &mut Vec<Entry>, budget: &mut Budget, now: f64) {
+    fn admit(&mut self, flight: &mut Flight, budget: &mut Budget, now: f64) {
         let mut at = 0;
         let mut head_passed_over = None;
         // A head that waited long enough lets nobody past.
         while budget.tokens > 0 && self.rows.available() > 0 && at <= MAX_PASSED_OVER as usize {
-            if self.pool.available() == 0 || !self.prefills_go_on(entries) {
+            if self.ledger.pool.available() == 0 || !self.prefills_go_on(flight) {
                 break;
             }
             let Some(id) = self.queue.candidate(at) else { break };
-            let seq = &self.seqs[id];
-            let lacking = self.config.blocks_to_hold(seq.tokens.len() as u32);
-            let chunk = self.chunk(id, budget).min(self.room(id));
-            if chunk == 0 || lacking > self.pool.available() {
+            let Some(offer) = self.offer(id) else {
+                // What it needs next is being computed by another. That one is active, so this is no passing over.
+                at += 1;
+                continue;
+            };
+            let chunk = self.chunk(self.seqs[id].known(), offer.hit.tokens, budget);
+            let page_size = self.config.page_size;
+            let changes = (offer.hit.tokens + chunk).div_ceil(page_size) * self.config.num_groups();
+            if chunk == 0 || offer.blocks > self.ledger.pool.available() || changes > budget.table_changes {
                 if at == 0 {
-                    if seq.passed_over >= MAX_PASSED_OVER {
+                    if self.seqs[id].passed_over >= MAX_PASSED_OVER {
                         break;
                     }
                     head_passed_over = Some(id);
@@ -157,13 +188,107 @@ impl Engine {
                 self.seqs[head].passed_over += 1;
             }
             let arrival = self.give_row(id, now);
-            let planned = self.extend(id, chunk, entries);
+            self.take_hit(id, offer.hit, arrival, flight);
+            let planned = self.extend(id, chunk.min(self.room(id)), flight, budget);
             debug_assert!(planned, "its blocks were counted");
-            if let Some(entry) = entries.last_mut() {
+            if let Some(entry) = flight.entries.last_mut() {
                 entry.arrival = arrival;
+                entry.blocks_before = 0;
             }
-            budget.tokens -= chunk;
-            budget.cache_reads -= self.reads(id, chunk);
+        }
+    }
+
+    /// What the cache has for a sequence that waits; `None` while another computes the match unit that it needs next.
+    fn offer(&mut self, id: SeqId) -> Option<Offer> {
+        let seq = &mut self.seqs[id];
+        let len = seq.known();
+        let whole = self.config.blocks_to_hold(len);
+        if !self.ledger.index.is_on() {
+            return Some(Offer { hit: Hit::default(), blocks: whole });
+        }
+        self.hasher.extend(seq.root, &mut seq.keys, &seq.tokens);
+        let seq = &self.seqs[id];
+        let mut hits = self.ledger.index.longest_hits(seq.root, &seq.keys, &seq.tokens);
+        let pages = |hit: u32| hit.div_ceil(self.config.page_size) * self.config.num_groups();
+        if pages(hits[0].tokens) > self.table_changes / 2 {
+            hits = Default::default();
+        }
+        let next = seq.keys.get((hits[0].tokens / self.config.match_unit) as usize);
+        if next.is_some_and(|key| self.producers.contains_key(key)) {
+            return None;
+        }
+        // To copy a page takes a block more until the copy is made; where that is too much, it is computed.
+        let [best, smaller] = hits.map(|hit| {
+            let (mut shared, mut available) = (0, 0);
+            self.blocks_of_hit(hit, |block, whole_page| {
+                shared += u32::from(whole_page);
+                available += u32::from(self.ledger.is_cached(block));
+            });
+            Offer { hit, blocks: whole - shared + available }
+        });
+        Some(if best.blocks > self.ledger.pool.available() { smaller } else { best })
+    }
+
+    /// Calls back for each block of a hit, in the order of the block table, and whether it is shared or copied from.
+    fn blocks_of_hit(&self, hit: Hit, mut each: impl FnMut(BlockId, bool)) {
+        let page_size = self.config.page_size;
+        for page in 0..hit.tokens.div_ceil(page_size) {
+            for group in 0..self.config.groups.len() {
+                if let Some(block) = self.ledger.index.block_of_hit(hit, page, group) {
+                    each(block, (page + 1) * page_size <= hit.tokens);
+                }
+            }
+        }
+    }
+
+    /// Gives an arrival what was found for it: whole pages are shared, and one that matches in part is copied.
+    fn take_hit(&mut self, id: SeqId, hit: Hit, arrival: Arrival, flight: &mut Flight) {
+        let (page_size, match_unit) = (self.config.page_size, self.config.match_unit);
+        let num_groups = self.config.groups.len();
+        let longest = self.seqs[id].max_len.min(RESERVED_TOKENS);
+        let mut blocks = std::mem::take(&mut self.seqs[id].blocks);
+        blocks.reserve((longest.div_ceil(page_size) as usize + 1) * num_groups);
+        // All that is shared or copied from has its owner before a block is allocated, which may evict others.
+        for page in 0..hit.tokens.div_ceil(page_size) {
+            for group in 0..num_groups {
+                let block = self.ledger.index.block_of_hit(hit, page, group);
+                if let Some(block) = block {
+                    self.ledger.share(block);
+                }
+                blocks.push(block.unwrap_or(self.ledger.pool.read_trash()));
+            }
+        }
+        if !hit.tokens.is_multiple_of(page_size) {
+            for (group, place) in blocks.iter_mut().rev().take(num_groups).rev().enumerate() {
+                let Some(block) = self.ledger.allocate(group) else { continue };
+                let from = std::mem::replace(place, block);
+                if from != self.ledger.pool.read_trash() {
+                    flight.copies.push((from, block));
+                }
+            }
+        }
+        let seq = &mut self.seqs[id];
+        seq.news.extend(0..blocks.len() as u32);
+        seq.blocks = blocks;
+        (seq.computed, seq.planned) = (hit.tokens, hit.tokens);
+        for (forgotten, reach) in seq.forgotten.iter_mut().zip(&self.config.groups) {
+            *forgotten = reach.first_seen(hit.tokens) / page_size;
+        }
+        seq.prefill_len = seq.tokens.len() as u32;
+        if arrival == Arrival::Fresh {
+            seq.cached_tokens = hit.tokens;
+        }
+        let most = (seq.max_len.min(RESERVED_TOKENS) as usize).saturating_sub(seq.tokens.len());
+        seq.tokens.reserve(most);
+        seq.shares = self.ledger.index.is_on();
+        if seq.shares {
+            seq.published = hit.tokens / match_unit;
+            if seq.published > 0 {
+                let tip = self.ledger.index.node_of_last_hit(seq.published - 1);
+                self.ledger.index.hold(tip);
+                seq.tip = Some(tip);
+            }
+            self.claim_next_unit(id);
         }
     }
 
@@ -190,120 +315,149 @@ impl Engine {
 
     /// Tested before each prefill: with fewer blocks available than the reserve it waits, but a step that would be
     /// empty takes one.
-    fn prefills_go_on(&self, entries: &[Entry]) -> bool {
-        self.pool.available() >= self.config.reserve() || entries.is_empty()
+    fn prefills_go_on(&self, flight: &Flight) -> bool {
+        self.ledger.pool.available() >= self.reserve || flight.entries.is_empty()
     }
 
-    /// How many of its known tokens a prefill brings, for all that the budgets say.
-    fn chunk(&self, id: SeqId, budget: &Budget) -> u32 {
-        let seq = &self.seqs[id];
-        let seen_before = self.reads(id, 1) - 1;
+    /// How many of its `known` tokens a prefill brings after the first `planned`, for all that the budgets say.
+    fn chunk(&self, known: u32, planned: u32, budget: &Budget) -> u32 {
+        let seen_before = self.reads(planned, 1) - 1;
         let readable = budget.cache_reads.saturating_sub(seen_before).min(u64::from(u32::MAX)) as u32;
-        seq.remaining().min(budget.tokens).min(readable)
+        (known - planned).min(budget.tokens).min(readable)
     }
 
     /// Tokens of K and V that the group that looks farthest back reads for the next `len` tokens.
-    fn reads(&self, id: SeqId, len: u32) -> u64 {
-        let computed = self.seqs[id].computed;
-        let first_seen = self.config.groups.iter().map(|reach| reach.first_seen(computed)).min().unwrap_or(0);
-        u64::from(computed - first_seen) + u64::from(len)
+    fn reads(&self, planned: u32, len: u32) -> u64 {
+        if self.config.max_cache_reads.is_none() {
+            return u64::from(len);
+        }
+        let first_seen = self.config.groups.iter().map(|reach| reach.first_seen(planned)).min().unwrap_or(0);
+        u64::from(planned - first_seen) + u64::from(len)
+    }
+
+    /// Changes of its block table that a row brings with `len` more tokens.
+    fn changes(&self, id: SeqId, len: u32) -> u32 {
+        let seq = &self.seqs[id];
+        let lacking =
+            seq.blocks_lacking(seq.planned + len, self.config.page_size, self.config.num_groups());
+        seq.unsent().len() as u32 + lacking
     }
 
     /// Tokens that the available blocks extend a sequence by.
     fn room(&self, id: SeqId) -> u32 {
-        self.seqs[id].room(self.pool.available(), self.config.page_size, self.config.num_groups())
+        let available = self.ledger.pool.available();
+        self.seqs[id].room(available, self.config.page_size, self.config.num_groups())
     }
 
     /// Plans `len` more tokens of a sequence with a row, if their blocks can be had.
-    fn extend(&mut self, id: SeqId, len: u32, entries: &mut Vec<Entry>) -> bool {
+    fn extend(&mut self, id: SeqId, len: u32, flight: &mut Flight, budget: &mut Budget) -> bool {
+        let num_groups = self.config.num_groups();
         let seq = &mut self.seqs[id];
-        let end = seq.computed + len;
-        let lacking = seq.blocks_lacking(end, self.config.page_size, self.config.num_groups());
-        if lacking > self.pool.available() {
+        let (start, end) = (seq.planned, seq.planned + len);
+        let lacking = seq.blocks_lacking(end, self.config.page_size, num_groups);
+        if lacking > 0 && lacking > self.ledger.pool.available() {
             return false;
         }
-        entries.push(Entry {
-            id,
-            len,
-            sampled: end as usize == seq.tokens.len(),
-            blocks_before: seq.blocks.len() as u32,
-            arrival: Arrival::No,
-        });
-        for _ in 0..lacking {
-            seq.blocks.extend(self.pool.allocate());
+        let blocks_before = seq.blocks.len() as u32;
+        for place in blocks_before..blocks_before + lacking {
+            seq.blocks.extend(self.ledger.allocate((place % num_groups) as usize));
+            seq.news.push(place);
         }
+        let entry = Entry {
+            id,
+            start,
+            len,
+            sampled: end == seq.known(),
+            blocks_before,
+            news: seq.unsent().len() as u32,
+            phase_before: seq.phase,
+            arrival: Arrival::No,
+        };
+        seq.planned = end;
+        seq.in_flight.add(budget.slot);
+        seq.news_sent += entry.news;
+        if entry.sampled {
+            seq.pending += 1;
+            seq.phase = Phase::Decoding;
+        }
+        flight.entries.push(entry);
+        budget.tokens -= len;
+        budget.table_changes -= entry.news;
+        budget.cache_reads -= self.reads(start, len);
         true
     }
 
-    /// Makes room by resetting starved sequences, of the lowest priority the newest first, as few as the demand of the others needs, and never
-    /// the last active one. Tells whether there was a victim.
+    /// Makes room by resetting starved sequences, of the lowest priority the newest first, as few as the demand of the
+    /// others needs, and never the last active one. Tells whether there was a victim.
+    ///
+    /// A sequence in flight is no victim: starved, it is left out of this step and so at rest by the next.
     fn choose_victims(&mut self) -> bool {
         let starved = std::mem::take(&mut self.starved);
         let (page_size, num_groups) = (self.config.page_size, self.config.num_groups());
         let demand_of = |engine: &Self, id: SeqId| {
             let seq = &engine.seqs[id];
             let chunk = seq.remaining().min(engine.config.max_batch_tokens);
-            seq.blocks_lacking(seq.computed + chunk, page_size, num_groups)
+            seq.blocks_lacking(seq.planned + chunk, page_size, num_groups)
         };
         let mut demand: u32 = starved.iter().map(|&id| demand_of(self, id)).sum();
-        let mut newest_first = starved.clone();
+        let mut newest_first = std::mem::take(&mut self.split);
+        newest_first.clear();
+        newest_first.extend(starved.iter().filter(|&&id| self.seqs[id].in_flight.is_empty()));
         newest_first.sort_unstable_by_key(|&id| (self.seqs[id].priority, Reverse(self.seqs[id].admitted)));
         let mut victims = 0;
-        for id in newest_first {
-            if demand <= self.pool.available() || self.active.len() <= 1 {
+        for &id in &newest_first {
+            // Blocks that wait for a step in flight are as good as there.
+            let coming = self.ledger.pool.available() + self.ledger.pool.total().retiring;
+            if demand <= coming || self.active.len() <= 1 {
                 break;
             }
             demand -= demand_of(self, id);
-            self.soft_reset(id);
+            self.leave(id);
+            Counters::add(&self.counters.soft_resets, 1);
             victims += 1;
         }
+        self.split = newest_first;
         self.starved = starved;
         victims > 0
     }
 
-    /// The generated tokens join the prompt, the blocks and the row go, and the sequence queues again as itself.
-    fn soft_reset(&mut self, id: SeqId) {
-        let Some(seq) = self.seqs.get_mut(id) else { return };
-        self.pool.release_tail(&mut seq.blocks, 0);
-        seq.forgotten.fill(0);
-        seq.forgotten_before.fill(0);
-        seq.computed = 0;
-        seq.phase = Phase::Pending;
-        if let Some(row) = seq.row.take() {
-            self.rows.give_back(row);
-        }
-        self.active.retain(|&other| other != id);
-        self.queue.push(id, &self.seqs[id]);
-        Counters::add(&self.counters.soft_resets, 1);
-    }
-
     /// Writes the step into the arena.
-    fn write(&self, slot: Slot, entries: &[Entry], arena: &mut [i32]) -> Step {
+    fn write(&mut self, slot: Slot, flight: &Flight, arena: &mut [i32]) -> Step {
         let num_groups = self.config.num_groups() as usize;
         let page_size = self.config.page_size;
-        let mut shape = StepShape { rows: entries.len(), ..StepShape::default() };
-        for entry in entries {
+        let mut shape = StepShape { rows: flight.entries.len(), copies: flight.copies.len(), ..StepShape::default() };
+        for entry in &flight.entries {
             shape.tokens += entry.len as usize;
             shape.sampled += usize::from(entry.sampled);
-            let seq = &self.seqs[entry.id];
-            shape.table_changes += seq.blocks.len() - entry.blocks_before as usize;
-            shape.table_changes += forgotten_pages(seq).count();
+            shape.table_changes += entry.news as usize;
             shape.row_changes += usize::from(entry.arrival != Arrival::No);
+            let seq = &self.seqs[entry.id];
+            shape.carry_overs += usize::from((entry.start + entry.len) as usize > seq.tokens.len());
         }
-        shape.decodes = entries.iter().take_while(|entry| entry.len == 1).count();
+        shape.decodes = flight.entries.iter().take_while(|entry| entry.len == 1).count();
         let layout = ArenaLayout::new(&shape, num_groups);
 
-        let (mut token_at, mut sampled_at, mut table_at, mut row_at) = (0, 0, 0, 0);
+        let (mut token_at, mut sampled_at, mut table_at, mut row_at, mut carry_at) = (0, 0, 0, 0, 0);
         arena[layout.cu_seqlens.start] = 0;
-        for (n, entry) in entries.iter().enumerate() {
-            let seq = &self.seqs[entry.id];
+        for (n, entry) in flight.entries.iter().enumerate() {
+            let seq = &mut self.seqs[entry.id];
             let row = seq.row.map_or(0, |row| row.get()) as i32;
-            let (start, end) = (seq.computed, seq.computed + entry.len);
+            let (start, end) = (entry.start, entry.start + entry.len);
             arena[layout.rows.start + n] = row;
             arena[layout.kv_lens.start + n] = end as i32;
             let tokens = layout.tokens.start + token_at;
-            arena[tokens..tokens + entry.len as usize]
-                .copy_from_slice(&seq.tokens[start as usize..end as usize]);
+            let there = end.min(seq.tokens.len() as u32).max(start);
+            arena[tokens..tokens + (there - start) as usize]
+                .copy_from_slice(&seq.tokens[start as usize..there as usize]);
+            if there < end {
+                // One token at most: the step before this one samples it.
+                let place = token_at + entry.len as usize - 1;
+                arena[layout.tokens.start + place] = -1;
+                let carry = layout.carry_overs.start + PAIR_WIDTH * carry_at;
+                arena[carry] = place as i32;
+                arena[carry + 1] = seq.sampled_at[slot.other().index()] as i32;
+                carry_at += 1;
+            }
             for (offset, position) in (start..end).enumerate() {
                 arena[layout.positions.start + token_at + offset] = position as i32;
                 let first_block = (position / page_size) as usize * num_groups;
@@ -321,13 +475,14 @@ impl Engine {
                 arena[draw] = seq.draw_key as u32 as i32;
                 arena[draw + 1] = (seq.draw_key >> 32) as u32 as i32;
                 arena[draw + 2] = end as i32;
+                seq.sampled_at[slot.index()] = sampled_at as u32;
                 sampled_at += 1;
             }
-            let news = entry.blocks_before as usize..seq.blocks.len();
-            let news = news.map(|at| (at % num_groups, at / num_groups));
-            for (group, page) in forgotten_pages(seq).chain(news) {
+            let unsent = seq.news_sent as usize;
+            for &place in &seq.news[unsent - entry.news as usize..unsent] {
+                let (group, page) = (place as usize % num_groups, place as usize / num_groups);
                 let change = layout.table_changes.start + TABLE_CHANGE_WIDTH * table_at;
-                let block = seq.blocks[page * num_groups + group].get();
+                let block = seq.blocks[place as usize].get();
                 arena[change..change + TABLE_CHANGE_WIDTH].copy_from_slice(&[
                     group as i32,
                     row,
@@ -353,14 +508,12 @@ impl Engine {
                 row_at += 1;
             }
         }
+        for (&(from, to), copy) in flight.copies.iter().zip(arena[layout.copies.clone()].chunks_exact_mut(PAIR_WIDTH)) {
+            copy.copy_from_slice(&[from.get() as i32, to.get() as i32]);
+        }
         Step { slot, shape, layout }
     }
 }
 
-/// Group and page of what the last commit gave back.
-fn forgotten_pages(seq: &Sequence) -> impl Iterator<Item = (usize, usize)> + '_ {
-    let pages = seq.forgotten_before.iter().zip(&seq.forgotten);
-    pages
-        .enumerate()
-        .flat_map(|(group, (&before, &now))| (before..now).map(move |page| (group, page as usize)))
-}
+/// What a sequence gets room for at its admission, so that its lists need not grow while it decodes.
+const RESERVED_TOKENS: u32 = 1 << 16;

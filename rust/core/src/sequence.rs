@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
+use crate::hash::Key;
 use crate::ids::{BlockId, RequestId, RowId};
+use crate::pool::Tickets;
+use crate::prefix::NodeId;
 
 /// How the next token is chosen from the logits.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -27,7 +30,10 @@ pub struct Request {
     pub prompt: Vec<i32>,
     /// Bound on the generated tokens, at least 1.
     pub max_new_tokens: i64,
-    /// Tokens that end the sequence. Ids outside the vocabulary never come up, and do no harm.
+    /// Sequences that continue the prompt, at least 1. Each has an id: the request's, and those that follow it. To
+    /// cancel the first one cancels all.
+    pub n: u32,
+    /// Tokens that end a sequence. Ids outside the vocabulary never come up, and do no harm.
     pub eos: Arc<[i32]>,
     /// How tokens are chosen.
     pub sampling: Sampling,
@@ -35,6 +41,10 @@ pub struct Request {
     pub priority: i32,
     /// Seed of the request's draws; `None` derives one from the engine's seed and the request's ordinal.
     pub seed: Option<u64>,
+    /// Prompts share the prefix cache only with those of the same salt.
+    pub cache_salt: String,
+    /// The adapter that computes K and V; prompts share only with those of the same one.
+    pub adapter: String,
     /// An event for each token, not only the terminal one.
     pub streaming: bool,
     /// Keep the time of each token.
@@ -43,15 +53,35 @@ pub struct Request {
     pub record_logprobs: bool,
 }
 
+impl Default for Request {
+    /// One greedy token after an empty prompt, which nobody takes: to be filled in.
+    fn default() -> Self {
+        Self {
+            prompt: Vec::new(),
+            max_new_tokens: 1,
+            n: 1,
+            eos: [].into(),
+            sampling: Sampling::Greedy,
+            priority: 0,
+            seed: None,
+            cache_salt: String::new(),
+            adapter: String::new(),
+            streaming: false,
+            record_timestamps: false,
+            record_logprobs: false,
+        }
+    }
+}
+
 /// Where a live sequence stands. The ends (finished, failed, cancelled) are not here: a sequence that ended is gone
 /// from the engine, and its terminal event tells how.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
     /// In the queue, without blocks or row.
     Pending,
-    /// Some of its known tokens have no K and V yet.
+    /// Some of its known tokens have no K and V yet, and are not on their way.
     Prefilling,
-    /// All but its last token have K and V.
+    /// A token was sampled for it, or is on its way: one token at a time from here on.
     Decoding,
 }
 
@@ -72,6 +102,9 @@ pub enum Finish {
 #[derive(Debug)]
 pub(crate) struct Sequence {
     pub request: RequestId,
+    /// The first of the sequences of its request.
+    pub parent: RequestId,
+    /// With all planned steps done.
     pub phase: Phase,
     /// Prompt and generated tokens.
     pub tokens: Vec<i32>,
@@ -79,20 +112,44 @@ pub(crate) struct Sequence {
     pub priority: i32,
     /// Leading tokens whose K and V are in the blocks: those of committed steps only.
     pub computed: u32,
+    /// The same with all planned steps done.
+    pub planned: u32,
+    /// Tokens that steps in flight sample for it: placeholders until their commit.
+    pub pending: u32,
+    /// By slot, its place among the sampled rows of the step.
+    pub sampled_at: [u32; 2],
+    /// Steps in flight that it is in.
+    pub in_flight: Tickets,
     /// Length at which it ends, prompt included.
     pub max_len: u32,
     /// Block numbers, page-major: `blocks[page * num_groups + group]`.
     pub blocks: Vec<BlockId>,
+    /// Places of `blocks` that the tables on the device do not have yet, or have otherwise.
+    pub news: Vec<u32>,
+    /// Leading ones of `news` that steps in flight bring.
+    pub news_sent: u32,
     /// Pages that each group has given back, as no later token sees them: their entries are trash. Empty where no
     /// group forgets.
     pub forgotten: Vec<u32>,
-    /// The same before the last commit: what is between the two is news for the tables on the device.
-    pub forgotten_before: Vec<u32>,
     pub row: Option<RowId>,
     /// Order of first admission: what "newest" means when victims are chosen. 0 before.
     pub admitted: u64,
     /// Steps in which others were admitted past it while it was the head of the queue.
     pub passed_over: u32,
+    /// Tokens that it was admitted with, this time: what it prefills.
+    pub prefill_len: u32,
+    /// Root and keys of its match units, as far as they were needed.
+    pub root: Key,
+    pub keys: Vec<Key>,
+    /// Whether it takes part in the prefix cache.
+    pub shares: bool,
+    /// Leading match units that stand in the index, and the node of the last of them, which it holds.
+    pub published: u32,
+    pub tip: Option<NodeId>,
+    /// The match unit of its known tokens that it computes next: others that need it wait.
+    pub producing: Option<Key>,
+    /// Tokens of the prompt that were cached when it was first admitted.
+    pub cached_tokens: u32,
     pub eos: Arc<[i32]>,
     pub sampling: Sampling,
     /// Stream of its random draws.
@@ -107,9 +164,19 @@ pub(crate) struct Sequence {
 }
 
 impl Sequence {
-    /// Known tokens without K and V: 1 for a decoding sequence.
+    /// Tokens that it will have when all planned steps are done.
+    pub fn known(&self) -> u32 {
+        self.tokens.len() as u32 + self.pending
+    }
+
+    /// Those of them without K and V by then: 1 for a decoding sequence.
     pub fn remaining(&self) -> u32 {
-        self.tokens.len() as u32 - self.computed
+        self.known() - self.planned
+    }
+
+    /// Whether the steps in flight bring it to its bound, so that no more are needed.
+    pub fn ends_in_flight(&self) -> bool {
+        self.known() >= self.max_len
     }
 
     /// Blocks it lacks to hold `len` tokens.
@@ -120,7 +187,12 @@ impl Sequence {
     /// Tokens that it can be extended by with `available` more blocks.
     pub fn room(&self, available: u32, page_size: u32, num_groups: u32) -> u32 {
         let pages = self.blocks.len() as u32 / num_groups + available / num_groups;
-        (pages * page_size).saturating_sub(self.computed)
+        (pages * page_size).saturating_sub(self.planned)
+    }
+
+    /// Places of `blocks` that no step has brought yet.
+    pub fn unsent(&self) -> &[u32] {
+        &self.news[self.news_sent as usize..]
     }
 
     /// Whether the newest token ends it, and how.

@@ -25,6 +25,8 @@ fn config(page_size: u32, num_blocks: u32, tokens: u32) -> EngineConfig {
         max_positions: None,
         max_queue_size: 0,
         seed: 3,
+        match_unit: 0,
+        ..EngineConfig::default()
     }
 }
 
@@ -39,6 +41,7 @@ fn request(prompt: usize, max_new_tokens: i64) -> Request {
         streaming: false,
         record_timestamps: false,
         record_logprobs: false,
+        ..Request::default()
     }
 }
 

@@ -95,6 +95,8 @@ impl Story {
             max_positions: Some(values.number("positions", "10000")),
             max_queue_size: 0,
             seed: 0,
+            match_unit: 0,
+            ..EngineConfig::default()
         })
         .unwrap();
         let (device, arena) = (Device::new(&engine), vec![0; engine.arena_capacity()]);
@@ -118,6 +120,7 @@ impl Story {
                 streaming: false,
                 record_timestamps: false,
                 record_logprobs: false,
+                ..Request::default()
             };
             match self.engine.inbox().submit(request) {
                 Ok(_) => self.texts.push(tokens),

@@ -25,6 +25,18 @@ pub struct Device {
     trash: i32,
     tables: HashMap<(i32, i32, i32), i32>,
     memory: HashMap<i32, (usize, i32, i32)>,
+    last: LastStep,
+    vocab_size: i32,
+    /// Whether a step may be planned before the one before it is committed.
+    pub late: bool,
+}
+
+/// What a step leaves to the next.
+#[derive(Debug, Clone, Default)]
+pub struct LastStep {
+    pub sampled: Vec<i32>,
+    /// Where each row started.
+    starts: HashMap<i32, i32>,
 }
 
 impl Device {
@@ -37,6 +49,9 @@ impl Device {
             trash: (config.num_blocks * config.num_groups()) as i32,
             tables: HashMap::new(),
             memory: HashMap::new(),
+            last: LastStep::default(),
+            vocab_size: config.vocab_size as i32,
+            late: false,
         }
     }
 
@@ -47,11 +62,17 @@ impl Device {
             assert!(change[3] <= self.trash);
             self.tables.insert((change[0], change[1], change[2]), change[3]);
         }
+        self.copy(&arena[at.copies.clone()]);
         let rows = &arena[at.rows.clone()];
         assert_eq!(rows.iter().collect::<HashSet<_>>().len(), rows.len(), "a row twice in a step");
         let bounds = &arena[at.cu_seqlens.clone()];
         assert_eq!(*bounds.last().unwrap() as usize, step.shape.tokens);
-        let (tokens, positions) = (&arena[at.tokens.clone()], &arena[at.positions.clone()]);
+        let (mut tokens, positions) = (arena[at.tokens.clone()].to_vec(), &arena[at.positions.clone()]);
+        for carry in arena[at.carry_overs.clone()].chunks(2) {
+            let place = std::mem::replace(&mut tokens[carry[0] as usize], self.last.sampled[carry[1] as usize]);
+            assert_eq!(place, -1, "a token that is known needs no carry-over");
+        }
+        assert!(!tokens.contains(&-1), "a token that nobody brings");
         let slots = &arena[at.write_slots.clone()];
         assert_eq!(slots.iter().collect::<HashSet<_>>().len(), slots.len(), "two writes to one place");
         for group in 0..self.num_groups {
@@ -82,15 +103,48 @@ impl Device {
                 }
             })
             .collect();
+        let sampled = seen.iter().filter(|row| row.sampled);
+        self.last = LastStep {
+            sampled: sampled.map(|row| next_token(&row.content, self.vocab_size)).collect(),
+            starts: seen.iter().map(|row| (row.row, row.start)).collect(),
+        };
         let decodes = seen.iter().take_while(|row| row.tokens.len() == 1).count();
         assert_eq!(decodes, step.shape.decodes);
         seen
     }
 
+    /// What the last step leaves, its tokens chosen by any function of what its rows see: it serves as a model.
+    pub fn last_step(&self) -> &LastStep {
+        &self.last
+    }
+
+    /// The steps after this one were undone.
+    pub fn back_to(&mut self, last: LastStep) {
+        self.last = last;
+    }
+
+    fn copy(&mut self, copies: &[i32]) {
+        let page_size = self.page_size as i32;
+        let targets: HashSet<i32> = copies.chunks(2).map(|pair| pair[1]).collect();
+        assert_eq!(targets.len(), copies.len() / 2, "two copies to one block");
+        assert!(copies.chunks(2).all(|pair| !targets.contains(&pair[0])), "copies are made in no order");
+        for pair in copies.chunks(2) {
+            for offset in 0..page_size {
+                match self.memory.get(&(pair[0] * page_size + offset)).copied() {
+                    Some(token) => self.memory.insert(pair[1] * page_size + offset, token),
+                    None => self.memory.remove(&(pair[1] * page_size + offset)),
+                };
+            }
+        }
+    }
+
     fn read(&self, group: usize, row: i32, start: i32, kv_len: i32) -> Vec<i32> {
         let page_size = self.page_size as i32;
         let first_seen = self.reaches[group].first_seen(start as u32) as i32;
-        for page in 0..first_seen / page_size {
+        // What was unseen by the last committed token is given back.
+        let before = self.last.starts.get(&row).copied().filter(|_| self.late);
+        let given_back = self.reaches[group].first_seen(before.unwrap_or(start) as u32) as i32;
+        for page in 0..given_back / page_size {
             assert_eq!(
                 self.tables[&(group as i32, row, page)],
                 self.trash,

@@ -1,0 +1,865 @@
+//! The naive twin of the engine: plain lists, searched from end to end, so that it is slow and obviously right.
+//!
+//! It keeps the pool as a list of blocks with the texts that are known to be in them, and finds a prefix by comparing
+//! whole texts. It predicts every row of every step, every event, and the number of blocks in each state.
+
+use std::collections::BTreeMap;
+
+use chairlift_core::{EngineConfig, Eviction, Finish, Policy, Reach};
+
+/// Steps in flight, by slot.
+type Steps = [bool; 2];
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct NaiveSeq {
+    pub request: u64,
+    pub parent: u64,
+    pub priority: i32,
+    pub prompt: usize,
+    pub max_len: usize,
+    pub eos: i32,
+    pub salt: i32,
+    pub tokens: Vec<i32>,
+    pub computed: usize,
+    pub planned: usize,
+    /// Tokens that steps in flight sample.
+    pub pending: usize,
+    pub in_flight: Steps,
+    /// A block for each page and group, page by page; `None` where nobody looks any more.
+    pub table: Vec<Option<usize>>,
+    /// Places of the table that the device has otherwise, and how many of them steps in flight bring.
+    pub news: Vec<usize>,
+    pub sent: usize,
+    pub active: bool,
+    /// A token was sampled for it since it last got its row, or is on its way.
+    pub decoding: bool,
+    pub admitted: u64,
+    pub passed_over: u32,
+    pub shares: bool,
+    pub published: usize,
+    pub prefill_len: usize,
+    pub cached_tokens: usize,
+}
+
+impl NaiveSeq {
+    fn known(&self) -> usize {
+        self.tokens.len() + self.pending
+    }
+
+    /// A prefix, after what must be the same as well.
+    fn text(&self, len: usize) -> Vec<i32> {
+        std::iter::once(self.salt).chain(self.tokens[..len].iter().copied()).collect()
+    }
+}
+
+#[derive(Debug, Clone)]
+pub struct NaiveBlock {
+    group: usize,
+    owners: usize,
+    busy: Steps,
+    /// Texts whose last tokens are known to be in it.
+    names: Vec<Vec<i32>>,
+    cached_since: u64,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct NaiveRow {
+    pub request: u64,
+    pub start: usize,
+    pub len: usize,
+    pub sampled: bool,
+    decoding_before: bool,
+    blocks_before: usize,
+    news: usize,
+    arrival: bool,
+    fresh: bool,
+}
+
+/// A planned step.
+#[derive(Debug, Clone, Default)]
+pub struct NaiveStep {
+    pub slot: usize,
+    pub rows: Vec<NaiveRow>,
+    /// Blocks that are copied from.
+    pins: Vec<usize>,
+}
+
+#[derive(Debug)]
+pub struct Naive {
+    pub config: EngineConfig,
+    /// In order of arrival.
+    pub seqs: Vec<NaiveSeq>,
+    /// Submitted sequences of a request, or the request to cancel.
+    pub inbox: Vec<Result<Vec<NaiveSeq>, u64>>,
+    pub ended: Vec<(u64, Vec<i32>, Finish, usize)>,
+    pub flights: Vec<NaiveStep>,
+    pub blocks: BTreeMap<usize, NaiveBlock>,
+    next_block: usize,
+    clock: u64,
+    admissions: u64,
+    cursor: usize,
+    /// Steps in a row that had no tokens for some decode.
+    without: usize,
+    /// Blocks that wait for the step of each slot, in the order of their release.
+    waiting: [Vec<usize>; 2],
+    /// Rows of sequences that ended in flight.
+    busy_rows: Vec<Steps>,
+    /// How many sequences each request had.
+    families: BTreeMap<u64, u64>,
+}
+
+/// A beginning of a text that is in the cache: so many tokens, in blocks that are known to hold so many.
+#[derive(Debug, Clone, Copy, Default)]
+struct NaiveHit {
+    len: usize,
+    found_by: usize,
+}
+
+/// What is left for a step.
+struct Budget {
+    tokens: usize,
+    reads: usize,
+    changes: usize,
+}
+
+fn first_seen(reach: Reach, position: usize) -> usize {
+    match reach {
+        Reach::Full => 0,
+        Reach::Window(window) => (position + 1).max(window as usize) - window as usize,
+        Reach::Chunk(chunk) => position / chunk as usize * chunk as usize,
+    }
+}
+
+impl Naive {
+    pub fn new(config: EngineConfig) -> Self {
+        Self {
+            config,
+            seqs: vec![],
+            inbox: vec![],
+            ended: vec![],
+            flights: vec![],
+            blocks: BTreeMap::new(),
+            next_block: 0,
+            clock: 0,
+            admissions: 0,
+            cursor: 0,
+            without: 0,
+            waiting: [vec![], vec![]],
+            busy_rows: vec![],
+            families: BTreeMap::new(),
+        }
+    }
+
+    // ------------------------------------------------------------------ sizes
+
+    fn page(&self) -> usize {
+        self.config.page_size as usize
+    }
+
+    fn unit(&self) -> usize {
+        self.config.match_unit as usize
+    }
+
+    fn groups(&self) -> usize {
+        self.config.groups.len()
+    }
+
+    fn capacity(&self) -> usize {
+        self.config.num_blocks as usize * self.groups()
+    }
+
+    fn pages(&self, len: usize) -> usize {
+        len.div_ceil(self.page()) * self.groups()
+    }
+
+    /// Most blocks that a sequence of that length holds as it grows token by token.
+    fn to_hold(&self, len: usize) -> usize {
+        let page_size = self.page();
+        let of_group = |reach: &Reach| {
+            let all = len.div_ceil(page_size);
+            match *reach {
+                Reach::Full => all,
+                Reach::Window(seen) | Reach::Chunk(seen) => {
+                    // The stretch that starts at the end of a page.
+                    let spanned = (page_size - 1 + seen as usize - 1) / page_size + 1;
+                    all.min(spanned)
+                }
+            }
+        };
+        self.config.groups.iter().map(of_group).sum()
+    }
+
+    /// Tokens of the longest sequence.
+    pub fn room(&self) -> usize {
+        let positions = self.config.max_positions.unwrap_or(u32::MAX) as usize;
+        // No story is longer.
+        (1..200).rev().find(|&len| self.to_hold(len) <= self.capacity()).unwrap_or(0).min(positions)
+    }
+
+    fn reads(&self, planned: usize, more: usize) -> usize {
+        let first = self.config.groups.iter().map(|&reach| first_seen(reach, planned)).min().unwrap();
+        planned - first + more
+    }
+
+    fn table_changes(&self) -> usize {
+        let rows = self.config.max_requests_per_batch as usize;
+        let tokens = self.config.max_batch_tokens as usize;
+        let seen = self.config.groups.iter().filter_map(|reach| reach.most_seen()).max().unwrap_or(0) as usize;
+        let chunk = 2 * (3 * (tokens / self.page() + 2) + seen / self.page() + 3);
+        self.groups() * (3 * rows + chunk + self.room() / self.page() + 2)
+    }
+
+    fn reserve(&self) -> usize {
+        (self.config.safety_margin * self.capacity() as f64).ceil() as usize
+    }
+
+    // ----------------------------------------------------------------- blocks
+
+    /// Free, owned, cached and retiring blocks.
+    pub fn states(&self) -> [usize; 4] {
+        let owned = self.blocks.values().filter(|block| block.owners > 0).count();
+        let retiring =
+            self.blocks.values().filter(|block| block.owners == 0 && block.busy != [false; 2]).count();
+        let cached = self.blocks.len() - owned - retiring;
+        [self.capacity() - self.blocks.len(), owned, cached, retiring]
+    }
+
+    fn available(&self) -> usize {
+        let [free, _, cached, _] = self.states();
+        free + cached
+    }
+
+    fn is_cached(&self, block: usize) -> bool {
+        let block = &self.blocks[&block];
+        block.owners == 0 && block.busy == [false; 2]
+    }
+
+    fn allocate(&mut self, group: usize) -> usize {
+        if self.blocks.len() == self.capacity() {
+            let cached = self.blocks.iter().filter(|&(&id, _)| self.is_cached(id));
+            let by_age = cached.map(|(&id, block)| (block.cached_since, id));
+            let (_, evicted) = match self.config.cache_eviction {
+                Eviction::Lru => by_age.min().unwrap(),
+                Eviction::Lifo => by_age.max().unwrap(),
+            };
+            self.blocks.remove(&evicted);
+        }
+        self.next_block += 1;
+        let block = NaiveBlock { group, owners: 1, busy: [false; 2], names: vec![], cached_since: 0 };
+        self.blocks.insert(self.next_block, block);
+        self.next_block
+    }
+
+    fn share(&mut self, block: usize) {
+        self.blocks.get_mut(&block).unwrap().owners += 1;
+    }
+
+    fn release(&mut self, block: usize, tickets: Steps) {
+        let released = self.blocks.get_mut(&block).unwrap();
+        released.owners -= 1;
+        for slot in 0..2 {
+            if tickets[slot] && !released.busy[slot] {
+                released.busy[slot] = true;
+                self.waiting[slot].push(block);
+            }
+        }
+        self.settle(block);
+    }
+
+    /// A block that nobody has or waits for is cached when something is known of it, else gone.
+    fn settle(&mut self, block: usize) {
+        let settled = self.blocks.get_mut(&block).unwrap();
+        if settled.owners == 0 && settled.busy == [false; 2] {
+            if settled.names.is_empty() {
+                self.blocks.remove(&block);
+            } else {
+                self.clock += 1;
+                settled.cached_since = self.clock;
+            }
+        }
+    }
+
+    fn release_table(&mut self, at: usize, keep: usize) {
+        let tickets = self.seqs[at].in_flight;
+        let mut released: Vec<_> = self.seqs[at].table.drain(keep..).flatten().collect();
+        if self.config.cache_eviction == Eviction::Lru {
+            released.reverse();
+        }
+        for block in released {
+            self.release(block, tickets);
+        }
+    }
+
+    fn holder(&self, group: usize, text: &[i32]) -> Option<usize> {
+        let holds = |block: &NaiveBlock| block.group == group && block.names.iter().any(|name| name == text);
+        self.blocks.iter().find(|(_, block)| holds(block)).map(|(&id, _)| id)
+    }
+
+    /// Whether the index has a place for that text: something is known of it, or of a longer one, or a sequence stands
+    /// there.
+    fn is_known(&self, text: &[i32]) -> bool {
+        self.blocks.values().any(|block| block.names.iter().any(|name| name.starts_with(text)))
+            || self.seqs.iter().any(|seq| seq.shares && seq.text(seq.published * self.unit()).starts_with(text))
+    }
+
+    /// The block in which a page of the first `hit` tokens lies, if some later token sees any of it and it is known.
+    fn block_of_hit(&self, seq: &NaiveSeq, hit: NaiveHit, page: usize, group: usize) -> Option<usize> {
+        self.holder(group, &seq.text(hit.found_by.min((page + 1) * self.page())))
+    }
+
+    /// Whether a page of the first `hit` tokens is needed: some later token sees some of it, or is to be added to it.
+    fn sees(&self, hit: usize, page: usize, group: usize) -> bool {
+        let end = (page + 1) * self.page();
+        if end > hit {
+            return true;
+        }
+        let first = first_seen(self.config.groups[group], hit);
+        (page * self.page()..end).any(|position| position >= first)
+    }
+
+    fn is_there(&self, seq: &NaiveSeq, hit: NaiveHit) -> bool {
+        (0..hit.len.div_ceil(self.page())).all(|page| {
+            (0..self.groups())
+                .all(|group| !self.sees(hit.len, page, group) || self.block_of_hit(seq, hit, page, group).is_some())
+        })
+    }
+
+    /// The longest hit, and the longest that ends with a page.
+    fn hits(&self, seq: &NaiveSeq) -> [NaiveHit; 2] {
+        if self.unit() == 0 {
+            return Default::default();
+        }
+        let len = seq.tokens.len();
+        let mut known = 0;
+        while (known + 1) * self.unit() <= len && self.is_known(&seq.text((known + 1) * self.unit())) {
+            known += 1;
+        }
+        // The last token is always computed.
+        let ends = (1..=known).map(|units| units * self.unit());
+        let hits = ends.map(|found_by| NaiveHit { len: found_by.min(len - 1), found_by });
+        let mut there: Vec<NaiveHit> = hits.filter(|&hit| self.is_there(seq, hit)).collect();
+        there.reverse();
+        // Of equals the one that was found by less.
+        let longest = there.iter().copied().max_by_key(|hit| hit.len).unwrap_or_default();
+        if self.pages(longest.len) > self.table_changes() / 2 {
+            return Default::default();
+        }
+        there.retain(|hit| hit.len.is_multiple_of(self.page()));
+        let whole = there.into_iter().max_by_key(|hit| hit.len).unwrap_or_default();
+        [longest, whole]
+    }
+
+    /// Whether an active sequence computes that text next.
+    fn is_being_computed(&self, text: &[i32]) -> bool {
+        self.seqs.iter().any(|seq| {
+            let end = (seq.published + 1) * self.unit();
+            seq.shares && end <= seq.prefill_len && seq.text(end) == text
+        })
+    }
+
+    /// The hit that a waiting sequence is offered, and the blocks that it takes; `None` while another computes what it
+    /// needs next.
+    fn offer(&self, seq: &NaiveSeq) -> Option<(NaiveHit, usize)> {
+        let hits = self.hits(seq);
+        if self.unit() > 0 {
+            let next = (hits[0].len / self.unit() + 1) * self.unit();
+            if next <= seq.tokens.len() && self.is_being_computed(&seq.text(next)) {
+                return None;
+            }
+        }
+        let [best, smaller] = hits.map(|hit| {
+            let mut blocks = self.to_hold(seq.tokens.len());
+            for page in 0..hit.len.div_ceil(self.page()) {
+                for group in 0..self.groups() {
+                    if self.sees(hit.len, page, group) {
+                        let block = self.block_of_hit(seq, hit, page, group).unwrap();
+                        blocks += usize::from(self.is_cached(block));
+                        blocks -= usize::from((page + 1) * self.page() <= hit.len);
+                    }
+                }
+            }
+            (hit, blocks)
+        });
+        Some(if best.1 > self.available() { smaller } else { best })
+    }
+
+    fn take_hit(&mut self, at: usize, hit: NaiveHit, pins: &mut Vec<usize>) {
+        let mut table = Vec::new();
+        for page in 0..hit.len.div_ceil(self.page()) {
+            for group in 0..self.groups() {
+                let seen = self.sees(hit.len, page, group);
+                let block = seen.then(|| self.block_of_hit(&self.seqs[at], hit, page, group).unwrap());
+                table.push(block);
+            }
+        }
+        for &block in table.iter().flatten() {
+            self.share(block);
+        }
+        if !hit.len.is_multiple_of(self.page()) {
+            let first = table.len() - self.groups();
+            for group in 0..self.groups() {
+                let own = self.allocate(group);
+                pins.extend(table[first + group].replace(own));
+            }
+        }
+        let unit = self.unit();
+        let seq = &mut self.seqs[at];
+        seq.news = (0..table.len()).collect();
+        seq.table = table;
+        (seq.computed, seq.planned) = (hit.len, hit.len);
+        seq.prefill_len = seq.tokens.len();
+        seq.shares = unit > 0;
+        seq.published = hit.len.checked_div(unit).unwrap_or(0);
+    }
+
+    fn publish(&mut self, at: usize) {
+        let (unit, page_size) = (self.unit(), self.page());
+        while self.seqs[at].shares && self.seqs[at].computed >= (self.seqs[at].published + 1) * unit {
+            let start = self.seqs[at].published * unit;
+            let end = start + unit;
+            self.seqs[at].published += 1;
+            let text = self.seqs[at].text(end);
+            for group in 0..self.groups() {
+                let place = start / page_size * self.groups() + group;
+                let Some(own) = self.seqs[at].table[place] else { continue };
+                let fullest = self.holder(group, &text).unwrap_or(own);
+                self.name(fullest, text.clone());
+                // Blocks of this page of which nothing else is known are no use beside the fullest.
+                let of_page: Vec<Vec<i32>> = (start / page_size * page_size..end)
+                    .step_by(unit)
+                    .map(|start| self.seqs[at].text(start + unit))
+                    .collect();
+                let redundant: Vec<usize> = self
+                    .blocks
+                    .iter()
+                    .filter(|&(&id, block)| id != fullest && block.group == group && !block.names.is_empty())
+                    .filter(|(_, block)| block.names.iter().all(|name| of_page.contains(name)))
+                    .map(|(&id, _)| id)
+                    .collect();
+                for id in redundant {
+                    self.blocks.get_mut(&id).unwrap().names.clear();
+                    if self.is_cached(id) {
+                        self.blocks.remove(&id);
+                    }
+                }
+                for name in of_page {
+                    if self.holder(group, &name).is_none() {
+                        self.name(fullest, name);
+                    }
+                }
+                if fullest != own && end.is_multiple_of(page_size) {
+                    self.share(fullest);
+                    self.release(own, self.seqs[at].in_flight);
+                    self.seqs[at].table[place] = Some(fullest);
+                    self.seqs[at].news.push(place);
+                }
+            }
+        }
+    }
+
+    fn name(&mut self, block: usize, text: Vec<i32>) {
+        let names = &mut self.blocks.get_mut(&block).unwrap().names;
+        if !names.contains(&text) {
+            names.push(text);
+        }
+    }
+
+    fn forget(&mut self, at: usize) {
+        for group in 0..self.groups() {
+            let first = first_seen(self.config.groups[group], self.seqs[at].computed) / self.page();
+            for page in 0..first.min(self.seqs[at].table.len() / self.groups()) {
+                let place = page * self.groups() + group;
+                if let Some(block) = self.seqs[at].table[place].take() {
+                    self.release(block, self.seqs[at].in_flight);
+                    self.seqs[at].news.push(place);
+                }
+            }
+        }
+    }
+
+    pub fn new_epoch(&mut self) {
+        for seq in self.seqs.iter_mut().filter(|seq| seq.active) {
+            (seq.shares, seq.published) = (false, 0);
+        }
+        for block in self.blocks.values_mut() {
+            block.names.clear();
+        }
+        self.blocks.retain(|_, block| block.owners > 0 || block.busy != [false; 2]);
+    }
+
+    // ------------------------------------------------------------- coming, going
+
+    pub fn find(&self, request: u64) -> Option<usize> {
+        self.seqs.iter().position(|seq| seq.request == request)
+    }
+
+    fn end(&mut self, request: u64, finish: Finish) {
+        let Some(at) = self.find(request) else { return };
+        self.seqs[at].shares = false;
+        self.release_table(at, 0);
+        let seq = self.seqs.remove(at);
+        if seq.active && seq.in_flight != [false; 2] {
+            self.busy_rows.push(seq.in_flight);
+        }
+        self.ended.push((request, seq.tokens[seq.prompt..].to_vec(), finish, seq.cached_tokens));
+    }
+
+    pub fn read_inbox(&mut self) {
+        for message in std::mem::take(&mut self.inbox) {
+            match message {
+                Ok(seqs) => {
+                    self.families.insert(seqs[0].request, seqs.len() as u64);
+                    self.seqs.extend(seqs);
+                }
+                Err(request) => {
+                    let number = self.families.get(&request).copied().unwrap_or(1);
+                    for child in 0..number {
+                        self.end(request + child, Finish::Cancelled);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Gives up its row and everything computed.
+    fn leave(&mut self, at: usize) {
+        (self.seqs[at].shares, self.seqs[at].published) = (false, 0);
+        self.release_table(at, 0);
+        let seq = &mut self.seqs[at];
+        (seq.active, seq.decoding, seq.computed, seq.planned) = (false, false, 0, 0);
+        seq.news.clear();
+    }
+
+    // --------------------------------------------------------------- planning
+
+    fn active_by_age(&self) -> Vec<usize> {
+        let mut active: Vec<usize> = (0..self.seqs.len()).filter(|&at| self.seqs[at].active).collect();
+        active.sort_by_key(|&at| self.seqs[at].admitted);
+        active
+    }
+
+    /// The rows of the next step. Empty: nothing can run now.
+    pub fn plan(&mut self, slot: usize) -> Vec<NaiveRow> {
+        loop {
+            let mut step = NaiveStep { slot, ..NaiveStep::default() };
+            let mut starved: Vec<u64> = Vec::new();
+            let mut left = Budget {
+                tokens: self.config.max_batch_tokens as usize,
+                reads: self.config.max_cache_reads.unwrap_or(u64::MAX) as usize,
+                changes: self.table_changes(),
+            };
+            let mut left_out = false;
+            let prefills_first = self.config.policy == Policy::PrefillFirst && self.without < 7;
+            let (decodes, prefills) = self.active_by_kind();
+            if prefills_first {
+                self.choose_prefills(&prefills, &mut step, &mut starved, &mut left);
+            }
+            left_out |= self.choose_decodes(&decodes, &mut step, &mut starved, &mut left);
+            if !prefills_first {
+                self.choose_prefills(&prefills, &mut step, &mut starved, &mut left);
+            }
+            self.choose_waiting(&mut step, &mut left);
+            if !step.rows.is_empty() {
+                self.without = if left_out { self.without + 1 } else { 0 };
+            }
+            let relieved = self.reset_victims(&starved);
+            if !step.rows.is_empty() {
+                // Single tokens first.
+                step.rows.sort_by_key(|row| row.len != 1);
+                self.flights.push(step.clone());
+                return step.rows;
+            }
+            if !relieved {
+                return vec![];
+            }
+        }
+    }
+
+    fn may_prefill(&self, step: &NaiveStep) -> bool {
+        step.rows.is_empty() || self.available() >= self.reserve()
+    }
+
+    /// Decoding sequences from where the last step left off, each with its place; and the others, by age.
+    fn active_by_kind(&self) -> (Vec<(u64, usize)>, Vec<u64>) {
+        let order = self.active_by_age();
+        let start = if self.cursor < order.len() { self.cursor } else { 0 };
+        let places = (start..order.len()).chain(0..start).map(|place| (order[place], place));
+        let decodes = places.filter(|&(at, _)| self.seqs[at].decoding);
+        let prefills = order.iter().filter(|&&at| !self.seqs[at].decoding).map(|&at| self.seqs[at].request);
+        (decodes.map(|(at, place)| (self.seqs[at].request, place)).collect(), prefills.collect())
+    }
+
+    /// Tells whether the budgets were too small for some.
+    fn choose_decodes(
+        &mut self,
+        decodes: &[(u64, usize)],
+        step: &mut NaiveStep,
+        starved: &mut Vec<u64>,
+        left: &mut Budget,
+    ) -> bool {
+        self.cursor = 0;
+        let mut left_out = false;
+        for &(request, place) in decodes {
+            let at = self.find(request).unwrap();
+            let seq = &self.seqs[at];
+            if seq.known() >= seq.max_len {
+                // What is in flight is its last token.
+                continue;
+            }
+            if left.tokens == 0 || self.reads(seq.planned, 1) > left.reads || self.changes(seq, 1) > left.changes {
+                left_out = true;
+                if self.cursor == 0 {
+                    self.cursor = place;
+                }
+            } else if !self.hold(at, 1, step, left) {
+                starved.push(request);
+            }
+        }
+        left_out
+    }
+
+    fn choose_prefills(
+        &mut self,
+        prefills: &[u64],
+        step: &mut NaiveStep,
+        starved: &mut Vec<u64>,
+        left: &mut Budget,
+    ) {
+        for &request in prefills {
+            if left.tokens == 0 || !self.may_prefill(step) {
+                break;
+            }
+            let at = self.find(request).unwrap();
+            let seq = &self.seqs[at];
+            let wanted = self.chunk(seq.known(), seq.planned, left);
+            if wanted == 0 || self.changes(seq, wanted) > left.changes {
+                continue;
+            }
+            let chunk = self.fitting(seq, wanted);
+            if chunk == 0 || !self.hold(at, chunk, step, left) {
+                starved.push(request);
+            }
+        }
+    }
+
+    /// Tokens of a prefill: what is left of it and of the budgets.
+    fn chunk(&self, known: usize, planned: usize, left: &Budget) -> usize {
+        let most = (known - planned).min(left.tokens);
+        (0..=most).rev().find(|&chunk| chunk == 0 || self.reads(planned, chunk) <= left.reads).unwrap()
+    }
+
+    /// As many of them as there are blocks for.
+    fn fitting(&self, seq: &NaiveSeq, wanted: usize) -> usize {
+        let lacking = |more| self.pages(seq.planned + more) - seq.table.len();
+        (0..=wanted).rev().find(|&more| more == 0 || lacking(more) <= self.available()).unwrap()
+    }
+
+    fn changes(&self, seq: &NaiveSeq, more: usize) -> usize {
+        seq.news.len() - seq.sent + self.pages(seq.planned + more).saturating_sub(seq.table.len())
+    }
+
+    fn hold(&mut self, at: usize, more: usize, step: &mut NaiveStep, left: &mut Budget) -> bool {
+        let seq = &self.seqs[at];
+        let (start, before) = (seq.planned, seq.table.len());
+        let lacking = self.pages(start + more).saturating_sub(before);
+        if lacking > self.available() {
+            return false;
+        }
+        for place in before..before + lacking {
+            let block = self.allocate(place % self.groups());
+            self.seqs[at].table.push(Some(block));
+            self.seqs[at].news.push(place);
+        }
+        let reads = self.reads(start, more);
+        let seq = &mut self.seqs[at];
+        let row = NaiveRow {
+            request: seq.request,
+            start,
+            len: more,
+            sampled: start + more == seq.known(),
+            decoding_before: seq.decoding,
+            blocks_before: before,
+            news: seq.news.len() - seq.sent,
+            arrival: false,
+            fresh: false,
+        };
+        seq.planned = start + more;
+        seq.in_flight[step.slot] = true;
+        seq.sent += row.news;
+        if row.sampled {
+            seq.pending += 1;
+            seq.decoding = true;
+        }
+        left.tokens -= more;
+        left.reads -= reads;
+        left.changes -= row.news;
+        step.rows.push(row);
+        true
+    }
+
+    fn choose_waiting(&mut self, step: &mut NaiveStep, left: &mut Budget) {
+        let mut head: Option<u64> = None;
+        let mut skipped = 0;
+        loop {
+            let rows = self.seqs.iter().filter(|seq| seq.active).count() + self.busy_rows.len();
+            if left.tokens == 0
+                || rows == self.config.max_requests_per_batch as usize
+                || skipped > 16
+                || self.available() == 0
+                || !self.may_prefill(step)
+            {
+                return;
+            }
+            let mut waiting: Vec<usize> = (0..self.seqs.len()).filter(|&at| !self.seqs[at].active).collect();
+            waiting.sort_by_key(|&at| (-self.seqs[at].priority, self.seqs[at].request));
+            let victims = waiting.iter().copied().filter(|&at| self.seqs[at].admitted > 0);
+            let victim = victims.min_by_key(|&at| (-self.seqs[at].priority, self.seqs[at].admitted));
+            let candidate = match victim {
+                Some(at) if skipped == 0 => at,
+                Some(_) => return,
+                None => match waiting.get(skipped) {
+                    Some(&at) => at,
+                    None => return,
+                },
+            };
+            let seq = &self.seqs[candidate];
+            let Some((hit, blocks)) = self.offer(seq) else {
+                skipped += 1;
+                continue;
+            };
+            let chunk = self.chunk(seq.tokens.len(), hit.len, left);
+            if chunk > 0 && blocks <= self.available() && self.pages(hit.len + chunk) <= left.changes {
+                if let Some(head) = head.take() {
+                    let at = self.find(head).unwrap();
+                    self.seqs[at].passed_over += 1;
+                }
+                let seq = &mut self.seqs[candidate];
+                let fresh = seq.admitted == 0;
+                seq.active = true;
+                if fresh {
+                    self.admissions += 1;
+                    seq.admitted = self.admissions;
+                    seq.cached_tokens = hit.len;
+                }
+                self.take_hit(candidate, hit, &mut step.pins);
+                let chunk = self.fitting(&self.seqs[candidate], chunk);
+                assert!(self.hold(candidate, chunk, step, left));
+                let row = step.rows.last_mut().unwrap();
+                (row.arrival, row.fresh, row.blocks_before) = (true, fresh, 0);
+            } else {
+                if skipped == 0 {
+                    if seq.passed_over >= 16 {
+                        return;
+                    }
+                    head = Some(seq.request);
+                }
+                skipped += 1;
+            }
+        }
+    }
+
+    fn reset_victims(&mut self, starved: &[u64]) -> bool {
+        let demand = |naive: &Naive, request: u64| {
+            let seq = &naive.seqs[naive.find(request).unwrap()];
+            let chunk = (seq.known() - seq.planned).min(naive.config.max_batch_tokens as usize);
+            naive.pages(seq.planned + chunk).saturating_sub(seq.table.len())
+        };
+        let mut left: Vec<u64> = starved.to_vec();
+        let mut at_rest: Vec<u64> = starved.to_vec();
+        at_rest.retain(|&request| self.seqs[self.find(request).unwrap()].in_flight == [false; 2]);
+        at_rest.sort_by_key(|&request| {
+            let seq = &self.seqs[self.find(request).unwrap()];
+            (-seq.priority, seq.admitted)
+        });
+        let mut any = false;
+        while let Some(newest) = at_rest.pop() {
+            let needed: usize = left.iter().map(|&request| demand(self, request)).sum();
+            let coming = self.available() + self.states()[3];
+            if needed <= coming || self.seqs.iter().filter(|seq| seq.active).count() <= 1 {
+                break;
+            }
+            left.retain(|&request| request != newest);
+            self.leave(self.find(newest).unwrap());
+            any = true;
+        }
+        any
+    }
+
+    // ------------------------------------------------------ what becomes of it
+
+    /// Commits the oldest step, with a token for each sampled row.
+    pub fn commit(&mut self, tokens: &[i32]) {
+        let step = self.flights.remove(0);
+        let mut tokens = tokens.iter();
+        for row in &step.rows {
+            let token = row.sampled.then(|| *tokens.next().unwrap());
+            let Some(at) = self.find(row.request) else { continue };
+            let seq = &mut self.seqs[at];
+            seq.in_flight[step.slot] = false;
+            seq.computed += row.len;
+            seq.news.drain(..row.news);
+            seq.sent -= row.news;
+            self.publish(at);
+            self.forget(at);
+            let Some(token) = token else { continue };
+            let seq = &mut self.seqs[at];
+            seq.pending -= 1;
+            seq.tokens.push(token);
+            let (len, max_len, eos) = (seq.tokens.len(), seq.max_len, seq.eos);
+            if token == eos {
+                self.end(row.request, Finish::Stop);
+            } else if len >= max_len {
+                self.end(row.request, Finish::Length);
+            }
+        }
+        self.is_in(&step);
+    }
+
+    /// Undoes the step of a slot, and the one planned after it.
+    pub fn abandon(&mut self, slot: usize, cause: Option<&str>) {
+        while let Some(step) = self.flights.pop() {
+            let cause = cause.filter(|_| step.slot == slot);
+            for row in step.rows.iter().rev() {
+                let Some(at) = self.find(row.request) else { continue };
+                self.seqs[at].in_flight[step.slot] = false;
+                if let Some(cause) = cause {
+                    self.end(row.request, Finish::Failed(cause.into()));
+                    continue;
+                }
+                let seq = &mut self.seqs[at];
+                seq.planned -= row.len;
+                seq.pending -= usize::from(row.sampled);
+                seq.decoding = row.decoding_before;
+                seq.sent -= row.news;
+                self.release_table(at, row.blocks_before);
+                let seq = &mut self.seqs[at];
+                seq.news.retain(|&place| place < row.blocks_before);
+                if row.fresh {
+                    (seq.admitted, seq.cached_tokens) = (0, 0);
+                    self.admissions -= 1;
+                }
+                if row.arrival {
+                    self.leave(at);
+                }
+            }
+            self.is_in(&step);
+            if step.slot == slot {
+                return;
+            }
+        }
+    }
+
+    fn is_in(&mut self, step: &NaiveStep) {
+        for &block in &step.pins {
+            self.release(block, [false; 2]);
+        }
+        for id in std::mem::take(&mut self.waiting[step.slot]) {
+            self.blocks.get_mut(&id).unwrap().busy[step.slot] = false;
+            self.settle(id);
+        }
+        for row in &mut self.busy_rows {
+            row[step.slot] = false;
+        }
+        self.busy_rows.retain(|row| *row != [false; 2]);
+    }
+}
