@@ -3,8 +3,7 @@
 //! A request is checked here, in its submitter's thread, so that a bad one reaches nobody else.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 use std::time::Duration;
 
 use crate::config::EngineConfig;
@@ -12,6 +11,8 @@ use crate::error::{Error, Result};
 use crate::hash::{Key, PrefixHasher};
 use crate::ids::RequestId;
 use crate::sequence::Request;
+use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// What the engine's thread finds in the inbox.
 #[derive(Debug)]

@@ -39,6 +39,8 @@ mod ids;
 mod inbox;
 mod integrity;
 mod ledger;
+#[cfg(all(test, loom))]
+mod interleavings;
 mod outbox;
 mod plan;
 mod pool;
@@ -46,6 +48,7 @@ mod prefix;
 mod queue;
 mod rows;
 mod sequence;
+mod sync;
 
 pub use arena::{ArenaLayout, DRAW_WIDTH, PAIR_WIDTH, ROW_CHANGE_WIDTH, StepShape, TABLE_CHANGE_WIDTH};
 pub use config::{EngineConfig, Eviction, Policy};

@@ -4,11 +4,12 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use crate::ids::RequestId;
 use crate::sequence::Finish;
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// All that a request produced.
 #[derive(Debug, Clone, PartialEq)]
