@@ -17,6 +17,7 @@ __all__ = [
     "Sampling",
     "Step",
     "__version__",
+    "digests",
     "split_into_groups",
 ]
 
@@ -46,6 +47,21 @@ def split_into_groups(kinds: list[tuple[int, int]]) -> tuple[int, int, list[tupl
 
     Raises:
         ValueError: No kind, or one without calls or bytes.
+    """
+
+def digests(buffers: list[Any], num_threads: int) -> list[bytes]:
+    """XXH3 of each of some buffers of bytes: 16 bytes, the same on every machine.
+
+    Not a cryptographic hash: it tells what changed by itself or by mistake, not what was forged.
+
+    Args:
+        buffers: Contiguous buffers of unsigned bytes, of any shape. They are read where they lie, with the GIL
+            released: nobody may write them meanwhile. Each is one thread's work.
+        num_threads: Threads to read with, the caller's among them; fewer where there are fewer buffers.
+
+    Raises:
+        ValueError: A buffer with gaps.
+        BufferError: A buffer of another element type.
     """
 
 @final

@@ -24,10 +24,7 @@ impl<T: Element> Pinned<T> {
     }
 
     fn parts(&self) -> (*mut T, usize) {
-        let len = self.buffer.item_count();
-        // An empty buffer may have no address; a slice must.
-        let start = if len == 0 { std::ptr::dangling_mut() } else { self.buffer.buf_ptr().cast() };
-        (start, len)
+        parts(&self.buffer)
     }
 
     /// The bytes it occupies.
@@ -65,3 +62,36 @@ impl<T: Element> Pinned<T> {
 unsafe impl<T: Element> Sync for Pinned<T> {}
 // SAFETY: as for Sync.
 unsafe impl<T: Element> Send for Pinned<T> {}
+
+/// Contiguous bytes to read, of any shape. Holding them keeps their memory alive and in place.
+pub struct Bytes {
+    buffer: PyBuffer<u8>,
+}
+
+impl Bytes {
+    pub fn new(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let buffer = PyBuffer::<u8>::get(object)?;
+        if !buffer.is_c_contiguous() {
+            return Err(PyValueError::new_err("a buffer of bytes must be contiguous"));
+        }
+        Ok(Self { buffer })
+    }
+
+    /// The bytes.
+    ///
+    /// # Safety
+    /// Nobody may write them meanwhile.
+    pub unsafe fn as_slice(&self) -> &[u8] {
+        let (start, len) = parts(&self.buffer);
+        // SAFETY: the buffer protocol exported `len` bytes at `start`, checked to be contiguous, and keeps them there
+        // as long as `self.buffer` lives; the caller keeps writers away.
+        unsafe { std::slice::from_raw_parts(start, len) }
+    }
+}
+
+fn parts<T: Element>(buffer: &PyBuffer<T>) -> (*mut T, usize) {
+    let len = buffer.item_count();
+    // An empty buffer may have no address; a slice must.
+    let start = if len == 0 { std::ptr::dangling_mut() } else { buffer.buf_ptr().cast() };
+    (start, len)
+}

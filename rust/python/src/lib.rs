@@ -1,6 +1,7 @@
 //! `chairlift._native`: thin bindings. Nothing is decided here; `python/chairlift/_native.pyi` documents the boundary.
 
 mod buffers;
+mod digest;
 mod engine;
 mod errors;
 mod geometry;
@@ -12,6 +13,8 @@ use pyo3::prelude::*;
 mod _native {
     use super::*;
 
+    #[pymodule_export]
+    use crate::digest::digests;
     #[pymodule_export]
     use crate::engine::{Engine, EngineConfig, Event, Sampling, Step};
     #[pymodule_export]
