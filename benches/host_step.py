@@ -1,26 +1,55 @@
 """What a step costs the host: `advance` through the boundary, arena written, with a device that computes nothing.
 
-    python benches/host_step.py                 # 256, 1,024 and 4,096 running
+    python benches/host_step.py                 # chairlift, the same in plain Python, and transformers
     python benches/host_step.py --rounds 9
+    python benches/host_step.py --no-peers      # chairlift alone, seconds
 
-Every running sequence decodes. Timed is the whole call that commits one step and plans the next, GIL released, as the
-loop makes it. Medians over the steps of a round, then over the rounds; page 256.
+Every running sequence decodes. Timed is what commits one step and plans the next: for chairlift the whole call, GIL
+released, as the loop makes it, for the peers as the conditions say that are printed first. Medians over the steps of
+a round, then over the rounds; engines in turn, in one process; page 256.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from chairlift import _native
+from peers import describe_cpu, installed_version
+from plain_engine import PlainEngine, check_equal_work
 
 PAGE_SIZE = 256
+VOCAB_SIZE = 50_000
 STEPS = 60
+PEER_RUNNING = (64, 256, 1024)
+PEER_CONTEXT = 512
+RATIOS_AT = 256
+# As on our side there is no prefix cache to keep.
+PREFIX_SHARING = False
+
+BLOCK_TABLE, VARLEN = "transformers, block table", "transformers, varlen"
+CHAIRLIFT, PLAIN = "chairlift", "plain Python"
+
+CONDITIONS = f"""\
+steps:         decodes alone, greedy, page {PAGE_SIZE}, contexts from 0.5 to 1.5 of the mean; no forward, no sampling
+chairlift:     `advance`: commit of the last step, and the plan of the next one in the arena"""
+PEER_CONDITIONS = f"""\
+plain Python:  the same work by benches/plain_engine.py; its arenas were equal in a story of {{compared}} steps
+transformers:  `prepare_next_batch` (schedule_batch and preparation of the inputs) and `update_batch` of its own batch
+               processor, synchronous loop; no attention mask, one torch thread,
+               prefix sharing {"on" if PREFIX_SHARING else "off"}
+  block table: its decode fast path, which it takes on CUDA only: the host's code of it is driven here by setting
+               max_blocks_per_request after its config is resolved, and the table is filled in the CPU's memory
+  varlen:      its other path, the one that it takes on a CPU: an index for each token of each context"""
 
 
 @dataclass(frozen=True)
@@ -28,30 +57,47 @@ class Load:
     """What the engine holds while it is timed."""
 
     running: int
-    context: int  # tokens of each running sequence
-    queued: int  # requests that wait
+    context: int  # tokens of a running sequence in the mean
+    queued: int = 0  # requests that wait
     streaming: bool = False
 
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Prompts of the running sequences: spread evenly from half the context to one and a half, in no order.
 
-def decode_step_us(load: Load) -> float:
+        Alike lengths would start all pages in one step, and would put the ends of the sequences at addresses alike,
+        which caches serve better or worse than any real mixture.
+        """
+        spread = self.context // 2 + np.arange(self.running) * self.context // self.running
+        return np.random.default_rng(0).permutation(spread)
+
+    def prompts(self) -> list[npt.NDArray[np.int64]]:
+        """The prompts; no two begin alike."""
+        return [(np.arange(length, dtype=np.int64) + n) % VOCAB_SIZE for n, length in enumerate(self.lengths())]
+
+    def sizes(self) -> dict[str, Any]:
+        """What any engine needs to hold it: no sequence starves, and one step takes every prompt in."""
+        lengths = self.lengths()
+        return {
+            "page_size": PAGE_SIZE,
+            "num_blocks": int((-(-(lengths + STEPS + 3) // PAGE_SIZE)).sum()),
+            "max_requests_per_batch": self.running,
+            "max_batch_tokens": int(lengths.sum()),
+            "vocab_size": VOCAB_SIZE,
+        }
+
+
+def engine_config(**sizes: Any) -> _native.EngineConfig:
+    """The engine's config in every measurement: full attention, and no room held back."""
+    return _native.EngineConfig(groups=[("full", 0)], safety_margin=0.0, **sizes)
+
+
+def chairlift_us(load: Load) -> float:
     """Microseconds of one `advance` with that load, the median of `STEPS`."""
-    blocks_each = -(-(load.context + 2 * STEPS) // PAGE_SIZE) + 1
-    engine = _native.Engine(
-        _native.EngineConfig(
-            page_size=PAGE_SIZE,
-            num_blocks=load.running * blocks_each,
-            groups=[("full", 0)],
-            max_requests_per_batch=load.running,
-            max_batch_tokens=load.running * load.context,  # one step takes every prompt in
-            vocab_size=50_000,
-            safety_margin=0.0,
-        )
-    )
+    engine = _native.Engine(engine_config(**load.sizes()))
     arena = np.zeros(engine.arena_capacity, np.int32)
     tokens, logprobs = np.ones(load.running, np.int32), np.zeros(load.running, np.float32)
     engine.bind_slot(0, arena, tokens, logprobs)
-    prompt = np.arange(load.context, dtype=np.int64) % 50_000
-    for _ in range(load.running):
+    for prompt in load.prompts():
         engine.submit(prompt, max_new_tokens=100_000, streaming=load.streaming)
     waiting = np.ones(64, np.int64)
     now = 0.0
@@ -62,38 +108,129 @@ def decode_step_us(load: Load) -> float:
     times = []
     for _ in range(STEPS):
         start = time.perf_counter_ns()
-        engine.advance(0, 0, now)
+        step = engine.advance(0, 0, now)
         times.append((time.perf_counter_ns() - start) / 1000)
+        if step is None or step.shape[:4] != (load.running,) * 4:
+            raise RuntimeError(f"not a step of {load.running} decodes: {step and step.shape}")
         while engine.take_next() is not None:
             pass
     return median(times)
 
 
+def plain_us(load: Load) -> float:
+    """The same of the engine in plain Python."""
+    engine = PlainEngine(**load.sizes())
+    # Per token an id, a position and a write slot; per row what is left of the arena.
+    arena = np.zeros(3 * int(load.lengths().sum()) + 64 * load.running, np.int32)
+    engine.bind(arena, np.ones(load.running, np.int32))
+    for prompt in load.prompts():
+        engine.submit(prompt.tolist(), max_new_tokens=100_000)
+    engine.advance(commit=False)
+    engine.advance(commit=True)
+    times = []
+    for _ in range(STEPS):
+        start = time.perf_counter_ns()
+        step = engine.advance(commit=True)
+        times.append((time.perf_counter_ns() - start) / 1000)
+        if step is None or step.shape[:4] != (load.running,) * 4:
+            raise RuntimeError(f"not a step of {load.running} decodes: {step and step.shape}")
+    return median(times)
+
+
+def transformers_engines() -> dict[str, Callable[[Load], float]]:
+    """The same of transformers, by path."""
+    from transformers_engine import StepPath, TransformersEngine, quiet, tiny_llama
+
+    quiet()
+    model = tiny_llama(VOCAB_SIZE)
+
+    def measure(path: StepPath) -> Callable[[Load], float]:
+        def step_us(load: Load) -> float:
+            engine = TransformersEngine(
+                model, load.prompts(), path, page_size=PAGE_SIZE, steps=STEPS, prefix_sharing=PREFIX_SHARING
+            )
+            times = [engine.step_us() for _ in range(STEPS)]
+            engine.check_generated(STEPS + 1)
+            return median(times)
+
+        return step_us
+
+    return {BLOCK_TABLE: measure(StepPath.BLOCK_TABLE), VARLEN: measure(StepPath.VARLEN)}
+
+
+def measure_in_turn(
+    engines: dict[str, Callable[[Load], float]], loads: list[Load], rounds: int
+) -> dict[tuple[str, Load], float]:
+    """Median microseconds of each engine with each load."""
+    results: dict[tuple[str, Load], list[float]] = {(name, load): [] for load in loads for name in engines}
+    for _ in range(rounds):
+        for name, load in results:
+            results[name, load].append(engines[name](load))
+    return {key: median(values) for key, values in results.items()}
+
+
+def compare_peers(rounds: int) -> list[str]:
+    """Prints the table of the engines; returns the ratios."""
+    engines: dict[str, Callable[[Load], float]] = {CHAIRLIFT: chairlift_us, PLAIN: plain_us, **transformers_engines()}
+    loads = [Load(running, PEER_CONTEXT) for running in PEER_RUNNING]
+    cost = measure_in_turn(engines, loads, rounds)
+    print()
+    print(f"{'engine':<25}  running  context    us a step   us a running sequence  x chairlift")
+    for (name, load), microseconds in cost.items():
+        columns = f"{name:<25}  {load.running:7}  {load.context:7}  {microseconds:11.1f}"
+        print(f"{columns}  {microseconds / load.running:22.3f}  {microseconds / cost[CHAIRLIFT, load]:11.1f}")
+    load = Load(RATIOS_AT, PEER_CONTEXT)
+    pairs = [(BLOCK_TABLE, PLAIN), (VARLEN, PLAIN), (PLAIN, CHAIRLIFT), (BLOCK_TABLE, CHAIRLIFT), (VARLEN, CHAIRLIFT)]
+    return [f"{a} / {b}, {RATIOS_AT} running: {cost[a, load] / cost[b, load]:.1f}x" for a, b in pairs]
+
+
+def scale_chairlift(rounds: int) -> list[str]:
+    """Prints how the step's cost grows, and how it does not; returns the ratios."""
+    base = Load(1024, 512)
+    longer, queues = Load(1024, 8192), [Load(1024, 512, 10_000), Load(1024, 512, 100_000)]
+    loads = [Load(256, 512), base, Load(4096, 512), Load(4096, 512, streaming=True), longer, *queues]
+    cost = measure_in_turn({CHAIRLIFT: chairlift_us}, loads, rounds)
+    print()
+    print("chairlift: running  context   queued  streaming   us a step   us a running sequence")
+    for (_, load), microseconds in cost.items():
+        columns = f"{load.running:18}  {load.context:7}  {load.queued:7}  {load.streaming!s:>9}"
+        print(f"{columns}  {microseconds:10.1f}  {microseconds / load.running:22.3f}")
+    ratios = [f"chairlift, context 8,192 / 512: {cost[CHAIRLIFT, longer] / cost[CHAIRLIFT, base]:.2f}x"]
+    for load in queues:
+        ratio = cost[CHAIRLIFT, load] / cost[CHAIRLIFT, base]
+        ratios.append(f"chairlift, {load.queued:,} queued / none: {ratio:.2f}x")
+    return ratios
+
+
+def print_conditions(rounds: int, peers: bool) -> None:
+    """What the figures below hold for; with peers, after the proof that plain Python does the engine's work."""
+    versions = ", ".join(f"{name} {installed_version(name)}" for name in ("chairlift", "torch", "transformers"))
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    print(f"CPU:           {describe_cpu()}, {cores} cores, load {load:.1f} at the start")
+    print(f"versions:      {versions}, Python {platform.python_version()}")
+    print(f"rounds:        {rounds} of {STEPS} steps, engines in turn in one process; medians of steps, then of rounds")
+    print(CONDITIONS)
+    if peers:
+        print(PEER_CONDITIONS.format(compared=check_equal_work(engine_config)), flush=True)
+
+
 def main() -> None:
-    """Prints the conditions, the table, and how flat it is."""
+    """Prints the conditions, the tables, and the ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
-    machine = platform.processor() or platform.machine()
-    print(f"{machine}, Python {platform.python_version()}, {rounds} rounds of {STEPS} steps")
-    loads = [
-        Load(256, 512, 0), Load(1024, 512, 0), Load(4096, 512, 0), Load(4096, 512, 0, streaming=True),
-        Load(1024, 8192, 0), Load(1024, 512, 10_000), Load(1024, 512, 100_000),
-    ]  # fmt: skip
-    results: dict[Load, list[float]] = {load: [] for load in loads}
-    for _ in range(rounds):
-        for load in loads:
-            results[load].append(decode_step_us(load))
-    print("running  context   queued  streaming   us a step   us a running sequence")
-    cost = {load: median(values) for load, values in results.items()}
-    for load, microseconds in cost.items():
-        each = microseconds / load.running
-        columns = f"{load.running:7}  {load.context:7}  {load.queued:7}  {load.streaming!s:>9}"
-        print(f"{columns}  {microseconds:10.1f}  {each:10.3f}")
-    base = cost[Load(1024, 512, 0)]
-    print(f"context 8,192 / 512: {cost[Load(1024, 8192, 0)] / base:.2f}x")
-    for queued in (10_000, 100_000):
-        print(f"{queued:,} queued / none: {cost[Load(1024, 512, queued)] / base:.2f}x")
+    parser.add_argument(
+        "--peers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare with plain Python and transformers (default: yes)",
+    )
+    arguments = parser.parse_args()
+    print_conditions(arguments.rounds, arguments.peers)
+    ratios = scale_chairlift(arguments.rounds)
+    if arguments.peers:
+        ratios += compare_peers(arguments.rounds)
+    print()
+    print("\n".join(ratios))
 
 
 if __name__ == "__main__":
