@@ -18,8 +18,11 @@
 //! | `row_changes` | 5 x P | row, 1 for a draw or 0 for greedy, temperature, top-k, top-p (floats as bits) |
 //! | `carry_overs` | 2 x O | a token of the step that is not known yet (-1 in `tokens`), and the sampled row of the step before it whose token it is |
 //! | `copies` | 2 x B | block to copy from, block to copy to |
+//! | `swap_outs` | 2 x V | block to copy to the host, block of the host |
+//! | `swap_ins` | 2 x W | block of the host, block to copy to |
 //!
-//! Copies come before anything else that the step does: what is copied from may be written later in the same step.
+//! Swap-outs come before anything else that the step does, then swap-ins, then copies: what is copied from may be
+//! written later in the same step.
 
 use std::ops::Range;
 
@@ -31,7 +34,7 @@ pub const DRAW_WIDTH: usize = 3;
 pub const TABLE_CHANGE_WIDTH: usize = 4;
 /// Elements of one entry of `row_changes`.
 pub const ROW_CHANGE_WIDTH: usize = 5;
-/// Elements of one entry of `carry_overs` and of `copies`.
+/// Elements of one entry of `carry_overs`, `copies`, `swap_outs` and `swap_ins`.
 pub const PAIR_WIDTH: usize = 2;
 
 /// The sizes that a layout follows from.
@@ -53,6 +56,10 @@ pub struct StepShape {
     pub carry_overs: usize,
     /// Blocks that are copied.
     pub copies: usize,
+    /// Blocks that go to the host.
+    pub swap_outs: usize,
+    /// Blocks that come back.
+    pub swap_ins: usize,
 }
 
 /// Where each section of a step's arena lies, in elements.
@@ -71,6 +78,8 @@ pub struct ArenaLayout {
     pub row_changes: Range<usize>,
     pub carry_overs: Range<usize>,
     pub copies: Range<usize>,
+    pub swap_outs: Range<usize>,
+    pub swap_ins: Range<usize>,
 }
 
 impl ArenaLayout {
@@ -95,12 +104,14 @@ impl ArenaLayout {
             row_changes: section(ROW_CHANGE_WIDTH * shape.row_changes),
             carry_overs: section(PAIR_WIDTH * shape.carry_overs),
             copies: section(PAIR_WIDTH * shape.copies),
+            swap_outs: section(PAIR_WIDTH * shape.swap_outs),
+            swap_ins: section(PAIR_WIDTH * shape.swap_ins),
         }
     }
 
     /// Elements of the whole.
     pub fn len(&self) -> usize {
-        self.copies.end
+        self.swap_ins.end
     }
 
     /// Never: there is always the end of `cu_seqlens`.
@@ -120,6 +131,8 @@ impl ArenaLayout {
             row_changes: rows,
             carry_overs: rows,
             copies: rows * config.groups.len(),
+            swap_outs: config.swap_blocks as usize,
+            swap_ins: config.swap_blocks as usize,
         };
         Self::new(&shape, config.groups.len()).len()
     }

@@ -34,6 +34,11 @@ impl Engine {
             return Err(Error::BufferTooSmall { slot, buffer, have, need: sampled });
         }
 
+        for &id in &flight.victims {
+            if let Some(swapped) = self.seqs.get_mut(id).and_then(|seq| seq.swapped.as_mut()) {
+                swapped.in_flight.remove(slot);
+            }
+        }
         let (mut at, mut prompt_tokens, mut generated, mut any_ended) = (0, 0, 0, false);
         for entry in &flight.entries {
             let sampled_at = at;
@@ -42,6 +47,12 @@ impl Engine {
             let Some(seq) = self.seqs.get_mut(entry.id) else { continue };
             seq.in_flight.remove(slot);
             seq.computed += entry.len;
+            if seq.swapped.is_some() {
+                // It is back, and so is everything that it left.
+                self.drop_swapped(entry.id);
+                Counters::add(&self.counters.swap_ins, 1);
+            }
+            let seq = &mut self.seqs[entry.id];
             seq.news.drain(..entry.news as usize);
             seq.news_sent -= entry.news;
             if entry.arrival != Arrival::No && seq.shares {
@@ -100,6 +111,7 @@ impl Engine {
         }
         self.ledger.step_is_in(slot);
         self.rows.step_is_in(slot);
+        self.swap.step_is_in(slot);
     }
 
     /// Undoes a step that did not come about, and the one planned on top of it. Their rows stand where they stood
@@ -153,6 +165,13 @@ impl Engine {
             }
             self.leave(entry.id);
         }
+        // Whether their K and V reached the host before the step broke, nobody knows.
+        for &id in &flight.victims {
+            if self.seqs.get(id).is_some_and(|seq| seq.swapped.is_some()) {
+                self.drop_swapped(id);
+                Counters::add(&self.counters.soft_resets, 1);
+            }
+        }
         self.step_is_in(slot, &mut flight);
         Counters::add(&self.counters.abandoned_steps, 1);
         self.spare.push(flight);
@@ -172,6 +191,14 @@ impl Engine {
         }
         self.active.retain(|&other| other != id);
         self.queue.push(id, &self.seqs[id]);
+    }
+
+    /// Frees what a sequence left on the host.
+    pub(crate) fn drop_swapped(&mut self, id: SeqId) {
+        if let Some(swapped) = self.seqs[id].swapped.take() {
+            self.swap.release(swapped);
+            self.num_swapped -= 1;
+        }
     }
 
     /// Enters the match units that a sequence has computed into the index. A page that another block holds already is

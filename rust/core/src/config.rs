@@ -59,6 +59,8 @@ pub struct EngineConfig {
     pub match_unit: u32,
     /// The order in which cached blocks are given to others.
     pub cache_eviction: Eviction,
+    /// Blocks of host memory that take K and V of victims; 0: victims are computed again.
+    pub swap_blocks: u32,
     /// Bits of a key of the prefix cache that count. All of them, but in tests of what happens when keys collide.
     pub hash_bits: u32,
 }
@@ -80,6 +82,7 @@ impl Default for EngineConfig {
             seed: 0,
             match_unit: Self::default_match_unit(256),
             cache_eviction: Eviction::Lru,
+            swap_blocks: 0,
             hash_bits: KEY_BITS,
         }
     }
@@ -150,7 +153,10 @@ impl EngineConfig {
 
     /// The largest divisor of a page that is at most 32.
     pub fn default_match_unit(page_size: u32) -> u32 {
-        (1..=LONGEST_MATCH_UNIT.min(page_size)).rev().find(|unit| page_size.is_multiple_of(*unit)).unwrap_or(1)
+        (1..=LONGEST_MATCH_UNIT.min(page_size))
+            .rev()
+            .find(|unit| page_size.is_multiple_of(*unit))
+            .unwrap_or(1)
     }
 
     /// Groups of calls.

@@ -69,6 +69,16 @@ counters! {
     starved,
     /// Victims whose tokens joined their prompt.
     soft_resets,
+    /// Sequences whose K and V are in host memory.
+    swapped,
+    /// Blocks of host memory.
+    swap_capacity,
+    /// Those of them that nothing is in.
+    free_swap_blocks,
+    /// Victims whose K and V were copied to host memory.
+    swap_outs,
+    /// Victims whose K and V were copied back.
+    swap_ins,
     /// Tokens that were found in the prefix cache instead of computed, in all admissions.
     cached_tokens,
     /// Tokens that were looked up in the prefix cache, in all admissions.

@@ -14,13 +14,14 @@ use crate::error::{Error, Result};
 use crate::hash::{Key, PrefixHasher};
 use crate::ids::{BlockId, RequestId, SeqId, Slot};
 use crate::inbox::{Inbox, Message};
-use crate::outbox::{Event, News, Outbox, Output};
 use crate::ledger::Ledger;
+use crate::outbox::{Event, News, Outbox, Output};
+use crate::pool::Tickets;
 use crate::prefix::ByKey;
 use crate::queue::WaitingQueue;
 use crate::rows::Rows;
-use crate::pool::Tickets;
 use crate::sequence::{Finish, Phase, Request, Sequence};
+use crate::swap::{SwapId, SwapPool};
 
 /// A planned step: its shape and where its parts lie in the arena.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -72,6 +73,21 @@ pub(crate) struct Flight {
     pub entries: Vec<Entry>,
     /// Blocks that it copies, from and to. It owns those it copies from until it is in.
     pub copies: Vec<(BlockId, BlockId)>,
+    /// Blocks that it copies to the host and back.
+    pub swap_outs: Vec<(BlockId, SwapId)>,
+    pub swap_ins: Vec<(SwapId, BlockId)>,
+    /// Whose blocks go to the host.
+    pub victims: Vec<SeqId>,
+}
+
+impl Flight {
+    pub fn clear(&mut self) {
+        self.entries.clear();
+        self.copies.clear();
+        self.swap_outs.clear();
+        self.swap_ins.clear();
+        self.victims.clear();
+    }
 }
 
 /// How a row came into a step.
@@ -90,6 +106,12 @@ pub(crate) enum Arrival {
 pub struct Engine {
     pub(crate) config: EngineConfig,
     pub(crate) ledger: Ledger,
+    pub(crate) swap: SwapPool,
+    pub(crate) num_swapped: u64,
+    /// Victims whose copies to the host no step carries yet.
+    pub(crate) unsent_victims: Vec<SeqId>,
+    /// The version of the weights, and of the cache.
+    pub(crate) epoch: u64,
     pub(crate) hasher: PrefixHasher,
     /// Match units that active sequences compute next, and how many do.
     pub(crate) producers: ByKey<u32>,
@@ -137,6 +159,10 @@ impl Engine {
         config.validate()?;
         let engine = Self {
             ledger: Ledger::new(&config),
+            swap: SwapPool::new(config.swap_blocks),
+            num_swapped: 0,
+            unsent_victims: Vec::new(),
+            epoch: 0,
             hasher: PrefixHasher::new(&config),
             producers: ByKey::default(),
             rows: Rows::new(config.max_requests_per_batch),
@@ -259,6 +285,7 @@ impl Engine {
         }
         self.active = ids;
         self.ledger.clear();
+        self.epoch += 1;
         Counters::add(&self.counters.epoch, 1);
         self.publish_gauges();
     }
@@ -366,6 +393,8 @@ impl Engine {
             tip: None,
             producing: None,
             cached_tokens: 0,
+            epoch: 0,
+            swapped: None,
             eos: what.eos,
             sampling: what.sampling,
             draw_key: mix(seed ^ mix(child)),
@@ -387,6 +416,7 @@ impl Engine {
             return;
         }
         self.stop_sharing(id);
+        self.drop_swapped(id);
         let Some(mut seq) = self.seqs.remove(id) else { return };
         self.by_request.remove(&seq.request);
         if let Some((_, living)) = self.families.get_mut(&seq.parent) {
@@ -436,12 +466,18 @@ impl Engine {
         counters.cached_blocks.store(u64::from(total.cached), Relaxed);
         counters.retiring_blocks.store(u64::from(total.retiring), Relaxed);
         counters.peak_owned_blocks.fetch_max(u64::from(total.owned), Relaxed);
+        counters.swapped.store(self.num_swapped, Relaxed);
+        counters.swap_capacity.store(u64::from(self.swap.capacity()), Relaxed);
+        counters.free_swap_blocks.store(u64::from(self.swap.available()), Relaxed);
         counters.evictions.store(self.ledger.evictions, Relaxed);
     }
 
     pub(crate) fn check_free(&self, slot: Slot) -> Result<()> {
         if self.in_flight[slot.index()].is_some() {
-            return Err(Error::SlotMisused { slot, problem: "cannot be planned while its step is in flight" });
+            return Err(Error::SlotMisused {
+                slot,
+                problem: "cannot be planned while its step is in flight",
+            });
         }
         Ok(())
     }

@@ -127,7 +127,9 @@ impl Inbox {
         if let Some(cause) = &mail.closed {
             return Err(Error::Closed { cause: cause.clone() });
         }
-        if self.max_queue_size > 0 && self.queued.load(Ordering::Relaxed) + request.n as usize > self.max_queue_size {
+        if self.max_queue_size > 0
+            && self.queued.load(Ordering::Relaxed) + request.n as usize > self.max_queue_size
+        {
             return Err(Error::QueueFull { limit: self.max_queue_size });
         }
         self.queued.fetch_add(request.n as usize, Ordering::Relaxed);

@@ -53,7 +53,9 @@ impl Engine {
             }
             self.check_lengths(id)?;
         }
-        if with_row != self.active.len() || self.rows.available() as usize + self.rows.retiring() as usize + with_row != rows.len() {
+        if with_row != self.active.len()
+            || self.rows.available() as usize + self.rows.retiring() as usize + with_row != rows.len()
+        {
             return corrupt(format!(
                 "{with_row} sequences have rows, {} are active, {} rows of {} are free",
                 self.active.len(),
@@ -73,6 +75,7 @@ impl Engine {
             ));
         }
         self.ledger.check(&references, self.seqs.values().filter_map(|seq| seq.tip))?;
+        self.swap.check(self.seqs.values().filter_map(|seq| seq.swapped.as_ref()))?;
         self.check_flights()
     }
 
@@ -82,7 +85,8 @@ impl Engine {
             let (mut len, mut sampled, mut news) = (0, 0, 0);
             for slot in Slot::ALL {
                 let flight = self.in_flight[slot.index()].as_ref();
-                let mut entries = flight.iter().flat_map(|flight| &flight.entries).filter(|entry| entry.id == id);
+                let mut entries =
+                    flight.iter().flat_map(|flight| &flight.entries).filter(|entry| entry.id == id);
                 let entry = entries.next();
                 if entries.next().is_some() || entry.is_some() != seq.in_flight.has(slot) {
                     return corrupt(format!("request {} is not in slot {slot:?} as it says", seq.request));
@@ -99,7 +103,10 @@ impl Engine {
             }
             let units = seq.published * self.config.match_unit;
             if units > seq.computed || (seq.published > 0) != seq.tip.is_some() {
-                return corrupt(format!("request {}: {units} of {} tokens published", seq.request, seq.computed));
+                return corrupt(format!(
+                    "request {}: {units} of {} tokens published",
+                    seq.request, seq.computed
+                ));
             }
             if seq.producing.is_some_and(|key| !self.producers.contains_key(&key)) {
                 return corrupt(format!("request {} does not stand among the producers", seq.request));

@@ -8,9 +8,11 @@ use crate::counters::Counters;
 use crate::engine::{Arrival, Engine, Entry, Flight, Step};
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, SeqId, Slot};
+use crate::pool::Tickets;
 use crate::prefix::Hit;
 use crate::queue::MAX_PASSED_OVER;
 use crate::sequence::{Phase, Sampling};
+use crate::swap::Swapped;
 
 /// What is left for the step that is being planned.
 struct Budget {
@@ -22,11 +24,13 @@ struct Budget {
     left_out: bool,
 }
 
-/// What an admission would take from the cache.
+/// What an admission starts from.
 #[derive(Debug, Clone, Copy)]
 struct Offer {
-    /// What need not be computed.
+    /// What is in the cache.
     hit: Hit,
+    /// Tokens that need not be computed: those in the cache, or those that a victim left on the host.
+    computed: u32,
     /// Blocks that its admission takes from the available ones, and will take until all of its known tokens are computed.
     blocks: u32,
 }
@@ -42,7 +46,7 @@ impl Engine {
             return Err(Error::BufferTooSmall { slot, buffer: "arena", have: arena.len(), need });
         }
         let mut flight = self.spare.pop().unwrap_or_default();
-        flight.entries.clear();
+        flight.clear();
         let mut first_pass = true;
         loop {
             self.choose_rows(slot, &mut flight, now);
@@ -64,6 +68,13 @@ impl Engine {
             return Ok(None);
         }
         self.singles_first(&mut flight.entries);
+        flight.swap_outs.append(&mut self.swap.unsent);
+        flight.victims.append(&mut self.unsent_victims);
+        for &id in &flight.victims {
+            if let Some(swapped) = self.seqs.get_mut(id).and_then(|seq| seq.swapped.as_mut()) {
+                swapped.in_flight.add(slot);
+            }
+        }
         let step = self.write(slot, &flight, arena);
         self.planned_steps += 1;
         flight.number = self.planned_steps;
@@ -120,7 +131,8 @@ impl Engine {
                 continue;
             }
             let reads = self.reads(seq.planned, 1);
-            if budget.tokens == 0 || reads > budget.cache_reads || self.changes(id, 1) > budget.table_changes {
+            if budget.tokens == 0 || reads > budget.cache_reads || self.changes(id, 1) > budget.table_changes
+            {
                 // The ones that this step leaves out are first in the next.
                 budget.left_out = true;
                 if self.decode_cursor == 0 {
@@ -170,9 +182,9 @@ impl Engine {
                 at += 1;
                 continue;
             };
-            let chunk = self.chunk(self.seqs[id].known(), offer.hit.tokens, budget);
+            let chunk = self.chunk(self.seqs[id].known(), offer.computed, budget);
             let page_size = self.config.page_size;
-            let changes = (offer.hit.tokens + chunk).div_ceil(page_size) * self.config.num_groups();
+            let changes = (offer.computed + chunk).div_ceil(page_size) * self.config.num_groups();
             if chunk == 0 || offer.blocks > self.ledger.pool.available() || changes > budget.table_changes {
                 if at == 0 {
                     if self.seqs[id].passed_over >= MAX_PASSED_OVER {
@@ -188,7 +200,10 @@ impl Engine {
                 self.seqs[head].passed_over += 1;
             }
             let arrival = self.give_row(id, now);
-            self.take_hit(id, offer.hit, arrival, flight);
+            match self.seqs[id].swapped {
+                Some(_) => self.take_back(id, flight),
+                None => self.take_hit(id, offer.hit, arrival, flight),
+            }
             let planned = self.extend(id, chunk.min(self.room(id)), flight, budget);
             debug_assert!(planned, "its blocks were counted");
             if let Some(entry) = flight.entries.last_mut() {
@@ -203,8 +218,18 @@ impl Engine {
         let seq = &mut self.seqs[id];
         let len = seq.known();
         let whole = self.config.blocks_to_hold(len);
+        if let Some(swapped) = &seq.swapped {
+            let computed = swapped.computed;
+            let (mut shared, mut available) = (0, 0);
+            self.look_up_swapped(id);
+            self.blocks_of_swapped(id, |_, block| {
+                shared += 1;
+                available += u32::from(self.ledger.is_cached(block));
+            });
+            return Some(Offer { hit: Hit::default(), computed, blocks: whole - shared + available });
+        }
         if !self.ledger.index.is_on() {
-            return Some(Offer { hit: Hit::default(), blocks: whole });
+            return Some(Offer { hit: Hit::default(), computed: 0, blocks: whole });
         }
         self.hasher.extend(seq.root, &mut seq.keys, &seq.tokens);
         let seq = &self.seqs[id];
@@ -224,7 +249,7 @@ impl Engine {
                 shared += u32::from(whole_page);
                 available += u32::from(self.ledger.is_cached(block));
             });
-            Offer { hit, blocks: whole - shared + available }
+            Offer { hit, computed: hit.tokens, blocks: whole - shared + available }
         });
         Some(if best.blocks > self.ledger.pool.available() { smaller } else { best })
     }
@@ -275,6 +300,7 @@ impl Engine {
             *forgotten = reach.first_seen(hit.tokens) / page_size;
         }
         seq.prefill_len = seq.tokens.len() as u32;
+        seq.epoch = self.epoch;
         if arrival == Arrival::Fresh {
             seq.cached_tokens = hit.tokens;
         }
@@ -289,6 +315,69 @@ impl Engine {
                 seq.tip = Some(tip);
             }
             self.claim_next_unit(id);
+        }
+    }
+
+    /// Looks up which pages that a victim left on the host are still in the cache.
+    fn look_up_swapped(&mut self, id: SeqId) {
+        let seq = &mut self.seqs[id];
+        let same_weights = seq.swapped.as_ref().is_some_and(|swapped| swapped.epoch == self.epoch);
+        if same_weights && self.ledger.index.is_on() {
+            self.hasher.extend(seq.root, &mut seq.keys, &seq.tokens);
+            self.ledger.index.longest_hits(seq.root, &seq.keys, &seq.tokens);
+        } else {
+            self.ledger.index.look_up_nothing();
+        }
+    }
+
+    /// Calls back for each whole page of a victim that is still in the cache, with its place in the block table.
+    fn blocks_of_swapped(&self, id: SeqId, mut each: impl FnMut(usize, BlockId)) {
+        let (num_groups, page_size) = (self.config.groups.len(), self.config.page_size);
+        let Some(swapped) = &self.seqs[id].swapped else { return };
+        let whole_pages = (swapped.computed / page_size) as usize;
+        for (place, swap) in swapped.blocks.iter().enumerate().take(whole_pages * num_groups) {
+            if swap.is_some()
+                && let Some(block) =
+                    self.ledger.index.block_of_page((place / num_groups) as u32, place % num_groups)
+            {
+                each(place, block);
+            }
+        }
+    }
+
+    /// Gives a victim back what it left on the host: what is still in the cache is shared, the rest copied.
+    fn take_back(&mut self, id: SeqId, flight: &mut Flight) {
+        let num_groups = self.config.groups.len();
+        let trash = self.ledger.pool.read_trash();
+        let seq = &mut self.seqs[id];
+        let Some(swapped) = &seq.swapped else { return };
+        let mut blocks = std::mem::take(&mut seq.blocks);
+        blocks.resize(swapped.blocks.len(), trash);
+        self.blocks_of_swapped(id, |place, block| blocks[place] = block);
+        for &block in blocks.iter().filter(|&&block| block != trash) {
+            self.ledger.share(block);
+        }
+        let seq = &mut self.seqs[id];
+        let Some(swapped) = &seq.swapped else { return };
+        for (place, &swap) in swapped.blocks.iter().enumerate() {
+            if let Some(swap) = swap.filter(|_| blocks[place] == trash)
+                && let Some(block) = self.ledger.allocate(place % num_groups)
+            {
+                blocks[place] = block;
+                flight.swap_ins.push((swap, block));
+            }
+        }
+        (seq.computed, seq.planned) = (swapped.computed, swapped.computed);
+        seq.epoch = swapped.epoch;
+        seq.shares = self.ledger.index.is_on() && seq.epoch == self.epoch;
+        seq.news.extend(0..blocks.len() as u32);
+        seq.blocks = blocks;
+        seq.prefill_len = seq.tokens.len() as u32;
+        if seq.prefill_len > seq.prompt_len && seq.remaining() == 1 {
+            seq.phase = Phase::Decoding;
+        }
+        for (forgotten, reach) in seq.forgotten.iter_mut().zip(&self.config.groups) {
+            *forgotten = reach.first_seen(seq.computed) / self.config.page_size;
         }
     }
 
@@ -338,8 +427,7 @@ impl Engine {
     /// Changes of its block table that a row brings with `len` more tokens.
     fn changes(&self, id: SeqId, len: u32) -> u32 {
         let seq = &self.seqs[id];
-        let lacking =
-            seq.blocks_lacking(seq.planned + len, self.config.page_size, self.config.num_groups());
+        let lacking = seq.blocks_lacking(seq.planned + len, self.config.page_size, self.config.num_groups());
         seq.unsent().len() as u32 + lacking
     }
 
@@ -412,8 +500,7 @@ impl Engine {
                 break;
             }
             demand -= demand_of(self, id);
-            self.leave(id);
-            Counters::add(&self.counters.soft_resets, 1);
+            self.offload(id);
             victims += 1;
         }
         self.split = newest_first;
@@ -421,11 +508,36 @@ impl Engine {
         victims > 0
     }
 
+    /// Takes everything from a victim. What fits the swap pool is copied there.
+    fn offload(&mut self, id: SeqId) {
+        let seq = &self.seqs[id];
+        let (computed, epoch) = (seq.computed, seq.epoch);
+        // What comes back brings its whole table in one step.
+        let fits = seq.blocks.len() as u32 <= self.table_changes / 2;
+        let blocks = if fits { self.swap.take_in(&seq.blocks, self.ledger.pool.read_trash()) } else { None };
+        self.leave(id);
+        match blocks {
+            Some(blocks) => {
+                self.seqs[id].swapped = Some(Swapped { blocks, computed, epoch, in_flight: Tickets::NONE });
+                self.unsent_victims.push(id);
+                self.num_swapped += 1;
+                Counters::add(&self.counters.swap_outs, 1);
+            }
+            None => Counters::add(&self.counters.soft_resets, 1),
+        }
+    }
+
     /// Writes the step into the arena.
     fn write(&mut self, slot: Slot, flight: &Flight, arena: &mut [i32]) -> Step {
         let num_groups = self.config.num_groups() as usize;
         let page_size = self.config.page_size;
-        let mut shape = StepShape { rows: flight.entries.len(), copies: flight.copies.len(), ..StepShape::default() };
+        let mut shape = StepShape {
+            rows: flight.entries.len(),
+            copies: flight.copies.len(),
+            swap_outs: flight.swap_outs.len(),
+            swap_ins: flight.swap_ins.len(),
+            ..StepShape::default()
+        };
         for entry in &flight.entries {
             shape.tokens += entry.len as usize;
             shape.sampled += usize::from(entry.sampled);
@@ -508,10 +620,19 @@ impl Engine {
                 row_at += 1;
             }
         }
-        for (&(from, to), copy) in flight.copies.iter().zip(arena[layout.copies.clone()].chunks_exact_mut(PAIR_WIDTH)) {
-            copy.copy_from_slice(&[from.get() as i32, to.get() as i32]);
-        }
+        let copies = flight.copies.iter().map(|&(from, to)| [from.get(), to.get()]);
+        let swap_outs = flight.swap_outs.iter().map(|&(from, to)| [from.get(), to.0]);
+        let swap_ins = flight.swap_ins.iter().map(|&(from, to)| [from.0, to.get()]);
+        write_pairs(&mut arena[layout.copies.clone()], copies);
+        write_pairs(&mut arena[layout.swap_outs.clone()], swap_outs);
+        write_pairs(&mut arena[layout.swap_ins.clone()], swap_ins);
         Step { slot, shape, layout }
+    }
+}
+
+fn write_pairs(section: &mut [i32], pairs: impl Iterator<Item = [u32; PAIR_WIDTH]>) {
+    for (place, pair) in section.chunks_exact_mut(PAIR_WIDTH).zip(pairs) {
+        place.copy_from_slice(&pair.map(|number| number as i32));
     }
 }
 

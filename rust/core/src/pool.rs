@@ -335,7 +335,9 @@ impl BlockPool {
             return corrupt(format!("the newest cached block is {older}, not {}", self.newest));
         }
         let lists = [(BlockState::Free, &self.free), (BlockState::Cached, &cached)];
-        for (state, block) in lists.iter().flat_map(|(state, list)| list.iter().map(move |block| (*state, block))) {
+        for (state, block) in
+            lists.iter().flat_map(|(state, list)| list.iter().map(move |block| (*state, block)))
+        {
             let Some(seen) = listed.get_mut(block.0 as usize) else {
                 return corrupt(format!("block {} on a list is not of the pool", block.0));
             };
@@ -438,7 +440,10 @@ mod tests {
             assert_eq!((pool.free(), total.cached, pool.available()), (1, 3, 4));
             let given: Vec<_> = (0..4).map(|_| pool.allocate(0).unwrap()).collect();
             assert_eq!(given.iter().map(|(block, _)| block.get()).collect::<Vec<_>>(), order);
-            assert_eq!(given.iter().map(|&(_, evicted)| evicted).collect::<Vec<_>>(), [false, true, true, true]);
+            assert_eq!(
+                given.iter().map(|&(_, evicted)| evicted).collect::<Vec<_>>(),
+                [false, true, true, true]
+            );
         }
     }
 

@@ -223,8 +223,13 @@ impl PrefixIndex {
         let place = node.0 as usize * num_groups + group;
         if self.blocks[place] == NONE {
             self.blocks[place] = block.0;
+            let Node { depth, .. } = self.nodes[node.0 as usize];
             self.nodes[node.0 as usize].refs += 1;
-            self.tips[block.0 as usize] = node.0;
+            // A block that came out of the cache may be named further down already.
+            let tip = &mut self.tips[block.0 as usize];
+            if self.nodes.get(*tip as usize).is_none_or(|tip| tip.depth < depth) {
+                *tip = node.0;
+            }
         }
         let fullest = self.blocks[place];
         // Upwards: whoever is met first at its own tip has nothing that the fullest lacks.
@@ -333,6 +338,20 @@ impl PrefixIndex {
         self.block(self.node_of_last_hit(hit.units.min((page + 1) * self.units_per_page) - 1), group)
     }
 
+    /// The block that a whole page of the text that was looked up last lies in.
+    pub fn block_of_page(&self, page: u32, group: usize) -> Option<BlockId> {
+        let last = (page + 1) * self.units_per_page;
+        if last == 0 || last as usize > self.path.len() {
+            return None;
+        }
+        self.block(self.node_of_last_hit(last - 1), group)
+    }
+
+    /// As if a text had been looked up of which nothing is known.
+    pub fn look_up_nothing(&mut self) {
+        self.path.clear();
+    }
+
     /// The node of the `unit`-th unit of the text that was looked up last.
     pub fn node_of_last_hit(&self, unit: u32) -> NodeId {
         NodeId(self.path[unit as usize])
@@ -375,7 +394,10 @@ impl PrefixIndex {
         for &at in self.by_key.values() {
             if self.nodes[at as usize].refs != refs[at as usize] || refs[at as usize] == 0 {
                 let counted = self.nodes[at as usize].refs;
-                return corrupt(format!("node {at} counts {counted} references, {} are there", refs[at as usize]));
+                return corrupt(format!(
+                    "node {at} counts {counted} references, {} are there",
+                    refs[at as usize]
+                ));
             }
         }
         if self.by_key.len() + self.vacant.len() != self.nodes.len() {

@@ -6,6 +6,7 @@ use crate::hash::Key;
 use crate::ids::{BlockId, RequestId, RowId};
 use crate::pool::Tickets;
 use crate::prefix::NodeId;
+use crate::swap::Swapped;
 
 /// How the next token is chosen from the logits.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -150,6 +151,10 @@ pub(crate) struct Sequence {
     pub producing: Option<Key>,
     /// Tokens of the prompt that were cached when it was first admitted.
     pub cached_tokens: u32,
+    /// The weights that computed its K and V.
+    pub epoch: u64,
+    /// What it left on the host as a victim.
+    pub swapped: Option<Swapped>,
     pub eos: Arc<[i32]>,
     pub sampling: Sampling,
     /// Stream of its random draws.

@@ -9,11 +9,14 @@ mod device;
 mod twin;
 
 use chairlift_core::{
-    Engine, EngineConfig, Eviction, Finish, KEY_BITS, News, Policy, Reach, Request, RequestId, Results, Sampling, Slot,
+    Engine, EngineConfig, Eviction, Finish, KEY_BITS, News, Policy, Reach, Request, RequestId, Results,
+    Sampling, Slot, Stats,
 };
 use device::{Device, LastStep, next_token};
 use proptest::prelude::*;
-use proptest::test_runner::RngSeed;
+use proptest::test_runner::{RngSeed, TestRunner};
+use std::collections::BTreeMap;
+use std::sync::Mutex;
 use twin::{Naive, NaiveSeq};
 
 const VOCAB: u32 = 50;
@@ -37,8 +40,12 @@ enum Op {
     Cancel(usize),
     Step,
     /// Of the step in flight that was planned last, or first.
-    Abandon { oldest: bool },
-    Fail { oldest: bool },
+    Abandon {
+        oldest: bool,
+    },
+    Fail {
+        oldest: bool,
+    },
     NewEpoch,
 }
 
@@ -57,10 +64,13 @@ fn config() -> impl Strategy<Value = EngineConfig> {
         policy,
         prop::sample::select(vec![0.0, 0.15, 0.5, 1.0]),
         prop::option::of(8..60_u32),
-        (0..5_usize, eviction),
+        (0..5_usize, eviction, prop::sample::select(vec![0, 0, 5, 20, 100])),
     );
     (sizes, rules).prop_map(
-        |((page, blocks, groups, rows, tokens), (gathers, policy, margin, positions, (unit, eviction)))| {
+        |(
+            (page, blocks, groups, rows, tokens),
+            (gathers, policy, margin, positions, (unit, eviction, swap)),
+        )| {
             let units: Vec<u32> = (1..=page).filter(|unit| page.is_multiple_of(*unit)).collect();
             EngineConfig {
                 page_size: page,
@@ -79,6 +89,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
                 // One story in five goes without a prefix cache.
                 match_unit: if unit == 0 { 0 } else { units[unit % units.len()] },
                 cache_eviction: eviction,
+                swap_blocks: swap,
                 ..EngineConfig::default()
             }
         },
@@ -125,7 +136,18 @@ impl Pair {
         device.late = late;
         let naive = (config.hash_bits == KEY_BITS).then(|| Naive::new(config));
         let arenas = [arena.clone(), arena];
-        Self { engine, naive, device, arenas, late, flights: vec![], prompts: vec![], requests: 0, ops: 0, now: 0.0 }
+        Self {
+            engine,
+            naive,
+            device,
+            arenas,
+            late,
+            flights: vec![],
+            prompts: vec![],
+            requests: 0,
+            ops: 0,
+            now: 0.0,
+        }
     }
 
     fn submit(&mut self, what: &Submit) {
@@ -178,6 +200,8 @@ impl Pair {
             published: 0,
             prefill_len: 0,
             cached_tokens: 0,
+            epoch: 0,
+            swapped: None,
         };
         // The first of them is the last that the engine takes in.
         naive.inbox.push(Ok((0..u64::from(what.n)).map(sequence).collect()));
@@ -208,7 +232,10 @@ impl Pair {
         let Some(step) = step else {
             if let (Some(expected), Some(naive)) = (expected, &self.naive) {
                 assert_eq!(expected, []);
-                assert!(naive.seqs.is_empty() || !self.flights.is_empty(), "nothing planned, but something waits");
+                assert!(
+                    naive.seqs.is_empty() || !self.flights.is_empty(),
+                    "nothing planned, but something waits"
+                );
             }
             return false;
         };
@@ -287,7 +314,12 @@ impl Pair {
                 assert_eq!(output.tokens.len(), output.timestamps.len());
                 let pairs = output.tokens.iter().zip(&output.logprobs);
                 assert!(pairs.into_iter().all(|(&token, &logprob)| -(token as f32) == logprob));
-                ended.push((event.request.get(), output.tokens, output.finish, output.cached_tokens as usize));
+                ended.push((
+                    event.request.get(),
+                    output.tokens,
+                    output.finish,
+                    output.cached_tokens as usize,
+                ));
             }
         }
         if let Some(naive) = &mut self.naive {
@@ -295,6 +327,9 @@ impl Pair {
             let stats = self.engine.counters().snapshot();
             let states = [stats.free_blocks, stats.owned_blocks, stats.cached_blocks, stats.retiring_blocks];
             assert_eq!(states.map(|count| count as usize), naive.states(), "free, owned, cached, retiring");
+            assert_eq!(stats.free_swap_blocks as usize, naive.free_host());
+            let offloads = [stats.soft_resets, stats.swap_outs, stats.swap_ins];
+            assert_eq!(offloads, [naive.soft_resets, naive.swap_outs, naive.swap_ins], "soft resets, swaps");
         }
         let sees_all = self.engine.config().groups.contains(&Reach::Full);
         for (request, tokens, finish, _) in ended {
@@ -309,7 +344,7 @@ impl Pair {
         }
     }
 
-    fn drive(mut self, ops: &[Op]) -> Result<(), TestCaseError> {
+    fn drive(mut self, ops: &[Op]) -> Result<Stats, TestCaseError> {
         for op in ops {
             match op {
                 Op::Submit(what) => self.submit(what),
@@ -338,7 +373,8 @@ impl Pair {
         prop_assert_eq!(self.engine.inbox().queued(), 0);
         self.engine.new_epoch();
         prop_assert_eq!(self.engine.counters().snapshot().free_blocks, stats.capacity);
-        Ok(())
+        prop_assert_eq!(stats.free_swap_blocks, stats.swap_capacity);
+        Ok(stats)
     }
 }
 
@@ -356,29 +392,62 @@ fn cases(default: u32) -> u32 {
     std::env::var("CHAIRLIFT_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(default)
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: cases(1500), rng_seed: seed(), failure_persistence: None, ..ProptestConfig::default()
-    })]
-
-    #[test]
-    fn every_step_and_every_event_is_what_the_naive_twin_says(
-        config in config(),
-        late in any::<bool>(),
-        ops in prop::collection::vec(op(), 1..160),
-    ) {
-        Pair::new(config, late).drive(&ops)?;
+fn stories(
+    name: &'static str,
+    keys: impl Strategy<Value = u32>,
+    story: impl Fn(EngineConfig, bool, &[Op]) -> Result<Stats, TestCaseError>,
+) {
+    let config_of_run = ProptestConfig {
+        cases: cases(1500),
+        rng_seed: seed(),
+        failure_persistence: None,
+        test_name: Some(name),
+        ..ProptestConfig::default()
+    };
+    let strategy = (config(), any::<bool>(), keys, prop::collection::vec(op(), 1..160));
+    let met = Mutex::new(BTreeMap::new());
+    let run = TestRunner::new(config_of_run).run(&strategy, |(config, late, hash_bits, ops)| {
+        let stats = story(EngineConfig { hash_bits, ..config }, late, &ops)?;
+        let mut met = met.lock().unwrap();
+        for (what, count) in stats.entries() {
+            *met.entry(what).or_insert(0) += u64::from(count > 0);
+        }
+        Ok(())
+    });
+    if let Err(failure) = run {
+        panic!("{failure}");
     }
+    // Stories that never meet something prove nothing about it.
+    let met = met.into_inner().unwrap();
+    for what in [
+        "abandoned_steps",
+        "finished",
+        "failed",
+        "cancelled",
+        "starved",
+        "soft_resets",
+        "swap_outs",
+        "swap_ins",
+        "cached_tokens",
+        "evictions",
+        "merged_blocks",
+        "copied_blocks",
+        "epoch",
+    ] {
+        assert!(met[what] >= 10, "only {} stories have any {what}", met[what]);
+    }
+}
 
-    #[test]
-    fn prompts_whose_keys_collide_share_nothing_wrongly(
-        config in config(),
-        late in any::<bool>(),
-        bits in 1..9_u32,
-        ops in prop::collection::vec(op(), 1..160),
-    ) {
+#[test]
+fn every_step_and_every_event_is_what_the_naive_twin_says() {
+    stories("twin", Just(KEY_BITS), |config, late, ops| Pair::new(config, late).drive(ops));
+}
+
+#[test]
+fn prompts_whose_keys_collide_share_nothing_wrongly() {
+    stories("collisions", 1..9_u32, |config, late, ops| {
+        // One group that sees everything, so that every token depends on the whole text.
         let groups = [vec![Reach::Full], config.groups[1..].to_vec()].concat();
-        let config = EngineConfig { hash_bits: bits, groups, ..config };
-        Pair::new(config, late).drive(&ops)?;
-    }
+        Pair::new(EngineConfig { groups, ..config }, late).drive(ops)
+    });
 }

@@ -24,7 +24,8 @@ pub struct EngineConfig(core::EngineConfig);
 impl EngineConfig {
     #[new]
     #[pyo3(signature = (*, page_size, num_blocks, groups, max_requests_per_batch, max_batch_tokens, vocab_size,
-        max_cache_reads=None, safety_margin=0.15, scheduler_type="fifo", max_positions=None, max_queue_size=0, seed=0))]
+        max_cache_reads=None, safety_margin=0.15, scheduler_type="fifo", max_positions=None, max_queue_size=0, seed=0,
+        match_unit=None, cache_eviction="lru", hash_bits=128))]
     #[allow(clippy::too_many_arguments)] // keyword-only fields
     fn new(
         page_size: u32,
@@ -39,12 +40,23 @@ impl EngineConfig {
         max_positions: Option<u32>,
         max_queue_size: usize,
         seed: u64,
+        match_unit: Option<u32>,
+        cache_eviction: &str,
+        hash_bits: u32,
     ) -> PyResult<Self> {
         let policy = match scheduler_type {
             "fifo" => core::Policy::Fifo,
             "prefill_first" => core::Policy::PrefillFirst,
             other => {
                 let message = format!("scheduler_type is {other:?}, but must be 'fifo' or 'prefill_first'");
+                return Err(PyValueError::new_err(message));
+            }
+        };
+        let cache_eviction = match cache_eviction {
+            "lru" => core::Eviction::Lru,
+            "lifo" => core::Eviction::Lifo,
+            other => {
+                let message = format!("cache_eviction is {other:?}, but must be 'lru' or 'lifo'");
                 return Err(PyValueError::new_err(message));
             }
         };
@@ -62,9 +74,17 @@ impl EngineConfig {
             max_positions,
             max_queue_size,
             seed,
+            match_unit: match_unit.unwrap_or_else(|| core::EngineConfig::default_match_unit(page_size)),
+            cache_eviction,
+            hash_bits,
         };
         config.validate().map_err(to_python)?;
         Ok(Self(config))
+    }
+
+    #[getter]
+    fn match_unit(&self) -> u32 {
+        self.0.match_unit
     }
 }
 
@@ -121,11 +141,20 @@ impl Step {
         self.0.slot.index()
     }
 
-    /// `(rows, decodes, tokens, sampled, table_changes, row_changes)`
+    /// `(rows, decodes, tokens, sampled, table_changes, row_changes, carry_overs, copies)`
     #[getter]
-    fn shape(&self) -> (usize, usize, usize, usize, usize, usize) {
-        let shape = &self.0.shape;
-        (shape.rows, shape.decodes, shape.tokens, shape.sampled, shape.table_changes, shape.row_changes)
+    fn shape(&self) -> [usize; 8] {
+        let core::StepShape {
+            rows,
+            decodes,
+            tokens,
+            sampled,
+            table_changes,
+            row_changes,
+            carry_overs,
+            copies,
+        } = self.0.shape;
+        [rows, decodes, tokens, sampled, table_changes, row_changes, carry_overs, copies]
     }
 
     /// `(start, end)` of each section, in the arena's order.

@@ -24,7 +24,9 @@ pub struct Device {
     reaches: Vec<Reach>,
     trash: i32,
     tables: HashMap<(i32, i32, i32), i32>,
-    memory: HashMap<i32, (usize, i32, i32)>,
+    memory: Memory,
+    /// What is in host memory.
+    host: Memory,
     last: LastStep,
     vocab_size: i32,
     /// Whether a step may be planned before the one before it is committed.
@@ -49,6 +51,7 @@ impl Device {
             trash: (config.num_blocks * config.num_groups()) as i32,
             tables: HashMap::new(),
             memory: HashMap::new(),
+            host: HashMap::new(),
             last: LastStep::default(),
             vocab_size: config.vocab_size as i32,
             late: false,
@@ -62,6 +65,15 @@ impl Device {
             assert!(change[3] <= self.trash);
             self.tables.insert((change[0], change[1], change[2]), change[3]);
         }
+        let page_size = self.page_size as i32;
+        for pair in arena[at.swap_outs.clone()].chunks(2) {
+            move_page(&self.memory, pair[0], &mut self.host, pair[1], page_size);
+        }
+        for pair in arena[at.swap_ins.clone()].chunks(2) {
+            move_page(&self.host, pair[0], &mut self.memory, pair[1], page_size);
+        }
+        let hosts: HashSet<i32> = arena[at.swap_outs.clone()].chunks(2).map(|pair| pair[1]).collect();
+        assert_eq!(hosts.len(), step.shape.swap_outs, "two blocks to one place of the host");
         self.copy(&arena[at.copies.clone()]);
         let rows = &arena[at.rows.clone()];
         assert_eq!(rows.iter().collect::<HashSet<_>>().len(), rows.len(), "a row twice in a step");
@@ -69,7 +81,8 @@ impl Device {
         assert_eq!(*bounds.last().unwrap() as usize, step.shape.tokens);
         let (mut tokens, positions) = (arena[at.tokens.clone()].to_vec(), &arena[at.positions.clone()]);
         for carry in arena[at.carry_overs.clone()].chunks(2) {
-            let place = std::mem::replace(&mut tokens[carry[0] as usize], self.last.sampled[carry[1] as usize]);
+            let place =
+                std::mem::replace(&mut tokens[carry[0] as usize], self.last.sampled[carry[1] as usize]);
             assert_eq!(place, -1, "a token that is known needs no carry-over");
         }
         assert!(!tokens.contains(&-1), "a token that nobody brings");
@@ -159,6 +172,18 @@ impl Device {
                 token
             })
             .collect()
+    }
+}
+
+/// A place's content: of which group, at which position, which token.
+type Memory = HashMap<i32, (usize, i32, i32)>;
+
+fn move_page(from: &Memory, from_page: i32, to: &mut Memory, to_page: i32, page_size: i32) {
+    for offset in 0..page_size {
+        match from.get(&(from_page * page_size + offset)) {
+            Some(&token) => to.insert(to_page * page_size + offset, token),
+            None => to.remove(&(to_page * page_size + offset)),
+        };
     }
 }
 

@@ -39,6 +39,17 @@ pub struct NaiveSeq {
     pub published: usize,
     pub prefill_len: usize,
     pub cached_tokens: usize,
+    pub epoch: u64,
+    pub swapped: Option<NaiveSwapped>,
+}
+
+/// What a victim left on the host.
+#[derive(Debug, Clone, PartialEq)]
+pub struct NaiveSwapped {
+    /// For each place of its table, whether there was a block.
+    held: Vec<bool>,
+    computed: usize,
+    in_flight: Steps,
 }
 
 impl NaiveSeq {
@@ -82,6 +93,8 @@ pub struct NaiveStep {
     pub rows: Vec<NaiveRow>,
     /// Blocks that are copied from.
     pins: Vec<usize>,
+    /// Whose blocks go to the host.
+    victims: Vec<u64>,
 }
 
 #[derive(Debug)]
@@ -104,6 +117,14 @@ pub struct Naive {
     waiting: [Vec<usize>; 2],
     /// Rows of sequences that ended in flight.
     busy_rows: Vec<Steps>,
+    /// Victims whose blocks go to the host with the next step.
+    unsent: Vec<u64>,
+    /// Blocks of the host that a step in flight writes, and nobody wants any more.
+    busy_host: Vec<(usize, Steps)>,
+    epoch: u64,
+    pub soft_resets: u64,
+    pub swap_outs: u64,
+    pub swap_ins: u64,
     /// How many sequences each request had.
     families: BTreeMap<u64, u64>,
 }
@@ -146,6 +167,12 @@ impl Naive {
             without: 0,
             waiting: [vec![], vec![]],
             busy_rows: vec![],
+            unsent: vec![],
+            busy_host: vec![],
+            epoch: 0,
+            soft_resets: 0,
+            swap_outs: 0,
+            swap_ins: 0,
             families: BTreeMap::new(),
         }
     }
@@ -204,7 +231,8 @@ impl Naive {
     fn table_changes(&self) -> usize {
         let rows = self.config.max_requests_per_batch as usize;
         let tokens = self.config.max_batch_tokens as usize;
-        let seen = self.config.groups.iter().filter_map(|reach| reach.most_seen()).max().unwrap_or(0) as usize;
+        let seen =
+            self.config.groups.iter().filter_map(|reach| reach.most_seen()).max().unwrap_or(0) as usize;
         let chunk = 2 * (3 * (tokens / self.page() + 2) + seen / self.page() + 3);
         self.groups() * (3 * rows + chunk + self.room() / self.page() + 2)
     }
@@ -232,6 +260,73 @@ impl Naive {
     fn is_cached(&self, block: usize) -> bool {
         let block = &self.blocks[&block];
         block.owners == 0 && block.busy == [false; 2]
+    }
+
+    /// Free blocks of the host.
+    pub fn free_host(&self) -> usize {
+        let held = self.seqs.iter().filter_map(|seq| seq.swapped.as_ref());
+        let held = held.flat_map(|swapped| &swapped.held).filter(|&&held| held).count();
+        let busy: usize = self.busy_host.iter().map(|(count, _)| count).sum();
+        self.config.swap_blocks as usize - held - busy
+    }
+
+    fn drop_swapped(&mut self, at: usize) {
+        if let Some(NaiveSwapped { held, in_flight, .. }) = self.seqs[at].swapped.take()
+            && in_flight != [false; 2]
+        {
+            self.busy_host.push((held.iter().filter(|&&held| held).count(), in_flight));
+        }
+    }
+
+    fn offload(&mut self, at: usize) {
+        let seq = &self.seqs[at];
+        let held: Vec<bool> = seq.table.iter().map(Option::is_some).collect();
+        let blocks = held.iter().filter(|&&held| held).count();
+        let fits = blocks > 0 && blocks <= self.free_host() && held.len() <= self.table_changes() / 2;
+        let swapped = NaiveSwapped { held, computed: seq.computed, in_flight: [false; 2] };
+        self.leave(at);
+        if fits {
+            self.seqs[at].swapped = Some(swapped);
+            self.unsent.push(self.seqs[at].request);
+            self.swap_outs += 1;
+        } else {
+            self.soft_resets += 1;
+        }
+    }
+
+    /// Whole pages of a victim that are still in the cache, by their place in its table.
+    fn still_cached(&self, seq: &NaiveSeq, swapped: &NaiveSwapped) -> BTreeMap<usize, usize> {
+        if self.unit() == 0 || seq.epoch != self.epoch {
+            return BTreeMap::new();
+        }
+        let whole = swapped.computed / self.page() * self.groups();
+        let held = (0..whole).filter(|&place| swapped.held[place]);
+        let block = |place: usize| {
+            let end = (place / self.groups() + 1) * self.page();
+            Some((place, self.holder(place % self.groups(), &seq.text(end))?))
+        };
+        held.filter_map(block).collect()
+    }
+
+    fn take_back(&mut self, at: usize) {
+        let swapped = self.seqs[at].swapped.clone().unwrap();
+        let cached = self.still_cached(&self.seqs[at], &swapped);
+        for &block in cached.values() {
+            self.share(block);
+        }
+        let mut table = Vec::new();
+        for (place, held) in swapped.held.iter().enumerate() {
+            let block = cached.get(&place).copied();
+            table
+                .push(held.then(|| block.unwrap_or_else(|| self.allocate(place % self.config.groups.len()))));
+        }
+        let on = self.unit() > 0;
+        let seq = &mut self.seqs[at];
+        seq.news = (0..table.len()).collect();
+        seq.table = table;
+        (seq.computed, seq.planned) = (swapped.computed, swapped.computed);
+        seq.prefill_len = seq.tokens.len();
+        seq.shares = on && seq.epoch == self.epoch;
     }
 
     fn allocate(&mut self, group: usize) -> usize {
@@ -299,7 +394,10 @@ impl Naive {
     /// there.
     fn is_known(&self, text: &[i32]) -> bool {
         self.blocks.values().any(|block| block.names.iter().any(|name| name.starts_with(text)))
-            || self.seqs.iter().any(|seq| seq.shares && seq.text(seq.published * self.unit()).starts_with(text))
+            || self
+                .seqs
+                .iter()
+                .any(|seq| seq.shares && seq.text(seq.published * self.unit()).starts_with(text))
     }
 
     /// The block in which a page of the first `hit` tokens lies, if some later token sees any of it and it is known.
@@ -319,8 +417,9 @@ impl Naive {
 
     fn is_there(&self, seq: &NaiveSeq, hit: NaiveHit) -> bool {
         (0..hit.len.div_ceil(self.page())).all(|page| {
-            (0..self.groups())
-                .all(|group| !self.sees(hit.len, page, group) || self.block_of_hit(seq, hit, page, group).is_some())
+            (0..self.groups()).all(|group| {
+                !self.sees(hit.len, page, group) || self.block_of_hit(seq, hit, page, group).is_some()
+            })
         })
     }
 
@@ -353,13 +452,20 @@ impl Naive {
     fn is_being_computed(&self, text: &[i32]) -> bool {
         self.seqs.iter().any(|seq| {
             let end = (seq.published + 1) * self.unit();
-            seq.shares && end <= seq.prefill_len && seq.text(end) == text
+            // One that came back from the host says what it computes once it has computed something.
+            seq.shares && seq.swapped.is_none() && end <= seq.prefill_len && seq.text(end) == text
         })
     }
 
     /// The hit that a waiting sequence is offered, and the blocks that it takes; `None` while another computes what it
     /// needs next.
-    fn offer(&self, seq: &NaiveSeq) -> Option<(NaiveHit, usize)> {
+    fn offer(&self, seq: &NaiveSeq) -> Option<(NaiveHit, usize, usize)> {
+        if let Some(swapped) = &seq.swapped {
+            let cached = self.still_cached(seq, swapped);
+            let available = cached.values().filter(|&&block| self.is_cached(block)).count();
+            let blocks = self.to_hold(seq.tokens.len()) - cached.len() + available;
+            return Some((NaiveHit::default(), swapped.computed, blocks));
+        }
         let hits = self.hits(seq);
         if self.unit() > 0 {
             let next = (hits[0].len / self.unit() + 1) * self.unit();
@@ -378,9 +484,9 @@ impl Naive {
                     }
                 }
             }
-            (hit, blocks)
+            (hit, hit.len, blocks)
         });
-        Some(if best.1 > self.available() { smaller } else { best })
+        Some(if best.2 > self.available() { smaller } else { best })
     }
 
     fn take_hit(&mut self, at: usize, hit: NaiveHit, pins: &mut Vec<usize>) {
@@ -409,6 +515,7 @@ impl Naive {
         (seq.computed, seq.planned) = (hit.len, hit.len);
         seq.prefill_len = seq.tokens.len();
         seq.shares = unit > 0;
+        seq.epoch = self.epoch;
         seq.published = hit.len.checked_div(unit).unwrap_or(0);
     }
 
@@ -478,6 +585,7 @@ impl Naive {
     }
 
     pub fn new_epoch(&mut self) {
+        self.epoch += 1;
         for seq in self.seqs.iter_mut().filter(|seq| seq.active) {
             (seq.shares, seq.published) = (false, 0);
         }
@@ -497,6 +605,7 @@ impl Naive {
         let Some(at) = self.find(request) else { return };
         self.seqs[at].shares = false;
         self.release_table(at, 0);
+        self.drop_swapped(at);
         let seq = self.seqs.remove(at);
         if seq.active && seq.in_flight != [false; 2] {
             self.busy_rows.push(seq.in_flight);
@@ -566,6 +675,12 @@ impl Naive {
             if !step.rows.is_empty() {
                 // Single tokens first.
                 step.rows.sort_by_key(|row| row.len != 1);
+                for request in std::mem::take(&mut self.unsent) {
+                    if let Some(at) = self.find(request) {
+                        self.seqs[at].swapped.as_mut().unwrap().in_flight[slot] = true;
+                        step.victims.push(request);
+                    }
+                }
                 self.flights.push(step.clone());
                 return step.rows;
             }
@@ -606,7 +721,10 @@ impl Naive {
                 // What is in flight is its last token.
                 continue;
             }
-            if left.tokens == 0 || self.reads(seq.planned, 1) > left.reads || self.changes(seq, 1) > left.changes {
+            if left.tokens == 0
+                || self.reads(seq.planned, 1) > left.reads
+                || self.changes(seq, 1) > left.changes
+            {
                 left_out = true;
                 if self.cursor == 0 {
                     self.cursor = place;
@@ -723,12 +841,12 @@ impl Naive {
                 },
             };
             let seq = &self.seqs[candidate];
-            let Some((hit, blocks)) = self.offer(seq) else {
+            let Some((hit, computed, blocks)) = self.offer(seq) else {
                 skipped += 1;
                 continue;
             };
-            let chunk = self.chunk(seq.tokens.len(), hit.len, left);
-            if chunk > 0 && blocks <= self.available() && self.pages(hit.len + chunk) <= left.changes {
+            let chunk = self.chunk(seq.tokens.len(), computed, left);
+            if chunk > 0 && blocks <= self.available() && self.pages(computed + chunk) <= left.changes {
                 if let Some(head) = head.take() {
                     let at = self.find(head).unwrap();
                     self.seqs[at].passed_over += 1;
@@ -741,7 +859,11 @@ impl Naive {
                     seq.admitted = self.admissions;
                     seq.cached_tokens = hit.len;
                 }
-                self.take_hit(candidate, hit, &mut step.pins);
+                if self.seqs[candidate].swapped.is_some() {
+                    self.take_back(candidate);
+                } else {
+                    self.take_hit(candidate, hit, &mut step.pins);
+                }
                 let chunk = self.fitting(&self.seqs[candidate], chunk);
                 assert!(self.hold(candidate, chunk, step, left));
                 let row = step.rows.last_mut().unwrap();
@@ -779,7 +901,7 @@ impl Naive {
                 break;
             }
             left.retain(|&request| request != newest);
-            self.leave(self.find(newest).unwrap());
+            self.offload(self.find(newest).unwrap());
             any = true;
         }
         any
@@ -791,6 +913,12 @@ impl Naive {
     pub fn commit(&mut self, tokens: &[i32]) {
         let step = self.flights.remove(0);
         let mut tokens = tokens.iter();
+        for &request in &step.victims {
+            let at = self.find(request);
+            if let Some(swapped) = at.and_then(|at| self.seqs[at].swapped.as_mut()) {
+                swapped.in_flight[step.slot] = false;
+            }
+        }
         for row in &step.rows {
             let token = row.sampled.then(|| *tokens.next().unwrap());
             let Some(at) = self.find(row.request) else { continue };
@@ -799,6 +927,10 @@ impl Naive {
             seq.computed += row.len;
             seq.news.drain(..row.news);
             seq.sent -= row.news;
+            if seq.swapped.is_some() {
+                self.drop_swapped(at);
+                self.swap_ins += 1;
+            }
             self.publish(at);
             self.forget(at);
             let Some(token) = token else { continue };
@@ -842,6 +974,12 @@ impl Naive {
                     self.leave(at);
                 }
             }
+            for &request in &step.victims {
+                if let Some(at) = self.find(request).filter(|&at| self.seqs[at].swapped.is_some()) {
+                    self.drop_swapped(at);
+                    self.soft_resets += 1;
+                }
+            }
             self.is_in(&step);
             if step.slot == slot {
                 return;
@@ -857,6 +995,10 @@ impl Naive {
             self.blocks.get_mut(&id).unwrap().busy[step.slot] = false;
             self.settle(id);
         }
+        for (_, steps) in &mut self.busy_host {
+            steps[step.slot] = false;
+        }
+        self.busy_host.retain(|(_, steps)| *steps != [false; 2]);
         for row in &mut self.busy_rows {
             row[step.slot] = false;
         }
