@@ -70,8 +70,8 @@ def test_a_value_out_of_bounds_is_named_with_its_bound(field: str, value: object
     [
         ("max_blocks_per_request", 32), ("use_async_batching", True),
         ("use_cuda_graph", True), ("use_cuda_graph", (False, True)), ("q_padding_interval_size", 64),
-        ("kv_padding_interval_size", 64), ("default_compile_level", 1), ("cpu_offload_space", 1.0),
-        ("cpu_offload_space", None), ("varlen_compile_config", {}),
+        ("kv_padding_interval_size", 64), ("default_compile_level", 1),
+        ("varlen_compile_config", {}),
     ],
 )  # fmt: skip
 def test_what_is_not_served_yet_is_said(field: str, value: object) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "Sampling",
     "Step",
     "__version__",
+    "default_match_unit",
     "digests",
     "split_into_groups",
 ]
@@ -34,6 +35,9 @@ class EngineClosed(RuntimeError):
 
 class QueueFull(RuntimeError):
     """The waiting queue is at its bound (`max_queue_size`). The request was not taken; try again later."""
+
+def default_match_unit(page_size: int) -> int:
+    """Tokens of an entry of the prefix cache unless set: the largest divisor of the page that is at most 32."""
 
 def split_into_groups(kinds: list[tuple[int, int]]) -> tuple[int, int, list[tuple[int, int, int]]]:
     """Splits kinds into groups whose blocks have the same bytes.
@@ -68,6 +72,9 @@ def digests(buffers: list[Any], num_threads: int) -> list[bytes]:
 class EngineConfig:
     """Sizes and bounds of an engine; see `ContinuousBatchingConfig` for what they mean to a user.
 
+    `match_unit` None is the largest divisor of the page that is at most 32, 0 is no prefix cache. `hash_bits` is for
+    tests of what happens when keys collide.
+
     `groups` tells how far back the calls of each group look: `("full", 0)`, `("window", tokens)` or
     `("chunk", tokens)`.
 
@@ -90,7 +97,14 @@ class EngineConfig:
         max_positions: int | None = None,
         max_queue_size: int = 0,
         seed: int = 0,
+        match_unit: int | None = None,
+        cache_eviction: str = "lru",
+        swap_blocks: int = 0,
+        hash_bits: int = 128,
     ) -> EngineConfig: ...
+    @property
+    def match_unit(self) -> int:
+        """Tokens of an entry of the prefix cache; 0: there is none."""
 
 @final
 class Sampling:
@@ -117,12 +131,21 @@ class Step:
     def slot(self) -> int:
         """The slot whose arena describes it: 0 or 1."""
     @property
-    def shape(self) -> tuple[int, int, int, int, int, int]:
-        """Rows, leading rows with one token, tokens, sampled rows, block table changes, row changes."""
+    def rows(self) -> int:
+        """Rows in the step."""
     @property
-    def layout(self) -> list[tuple[int, int]]:
-        """Start and end of each section in the arena: rows, cu_seqlens, kv_lens, tokens, positions, write_slots,
-        logits_rows, draws, table_changes, row_changes."""
+    def decodes(self) -> int:
+        """Leading rows that bring one token."""
+    @property
+    def tokens(self) -> int:
+        """Tokens in the step."""
+    @property
+    def sampled(self) -> int:
+        """Rows that a token is sampled for."""
+    @property
+    def layout(self) -> dict[str, slice]:
+        """The sections of the arena, in order: `rows`, `cu_seqlens`, `kv_lens`, `tokens`, `positions`, `write_slots`,
+        `logits_rows`, `draws`, `table_changes`, `row_changes`, `carry_overs`, `copies`, `swap_outs`, `swap_ins`."""
 
 @final
 class Event:
@@ -138,6 +161,9 @@ class Event:
     def error(self) -> str | None:
         """What went wrong, when `finish_reason` is `error`."""
     @property
+    def prompt(self) -> list[int]:
+        """At the end: the prompt, unless the request was refused."""
+    @property
     def tokens(self) -> list[int]:
         """The one new token, or at the end all generated ones."""
     @property
@@ -146,6 +172,9 @@ class Event:
     @property
     def timestamps(self) -> list[float]:
         """When each token was committed, where asked for."""
+    @property
+    def cached_tokens(self) -> int:
+        """At the end: tokens of the prompt that were found in the prefix cache."""
     @property
     def started(self) -> float | None:
         """At the end: when it was first planned."""
@@ -195,6 +224,8 @@ class Engine:
         """Undoes the step in a slot. With a cause, its rows end failed with it."""
     def fail_all(self, cause: str, now: float) -> None:
         """Ends every request with that cause."""
+    def new_epoch(self) -> None:
+        """Forgets everything that is cached. What is being computed goes on, and nothing of it is shared any more."""
     def check_integrity(self) -> None:
         """Proves the books.
 
@@ -208,18 +239,44 @@ class Engine:
         prompt: Any,
         *,
         max_new_tokens: int,
+        n: int = 1,
         eos: list[int] = ...,
         sampling: Sampling | None = None,
         priority: int = 0,
         seed: int | None = None,
+        cache_salt: str = "",
+        adapter: str = "",
         streaming: bool = False,
         record_timestamps: bool = False,
         record_logprobs: bool = False,
     ) -> int:
-        """Hands a request over; `prompt` is an int64 buffer. Returns its id, in order of submission.
+        """Hands a request over; `prompt` is an int64 buffer. Returns its id, in order of submission: with `n`
+        sequences, the id of the first; those of the others follow, and to cancel the first cancels all.
 
         Raises:
             ValueError: What is wrong with the request, with the value and the bound.
+            QueueFull: The waiting queue is at its bound.
+            EngineClosed: The engine takes no requests; the message tells why.
+        """
+    def submit_many(
+        self,
+        tokens: Any,
+        lengths: Any,
+        max_new_tokens: Any,
+        *,
+        n: int = 1,
+        eos: list[int] = ...,
+        sampling: Sampling | None = None,
+        cache_salt: str = "",
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        record_logprobs: bool = False,
+    ) -> int:
+        """Hands several requests over, or none: int64 buffers of all prompts one after the other, of their lengths, and
+        of a bound for each. Returns the id of the first sequence of the first; those of the others follow.
+
+        Raises:
+            ValueError: As `submit`, naming the prompt by its place.
             QueueFull: The waiting queue is at its bound.
             EngineClosed: The engine takes no requests; the message tells why.
         """

@@ -109,7 +109,8 @@ def generate_batch(
         kwargs: Fields of `GenerationConfig` that override it, such as `max_new_tokens`.
 
     Returns:
-        An output for each prompt, in order, by label (`req_0`, `req_1`, ...). One that failed has its `error` set.
+        An output for each prompt, in order, by label (`req_0`, `req_1`, ...). One that failed has its `error` set. With
+        `num_return_sequences`, the others of a prompt follow its first: `req_0`, `req_0__child#0`, ...
 
     Raises:
         TypeError: A prompt that is no flat sequence of integers (named by its index), or an unknown keyword.
@@ -138,7 +139,9 @@ def generate_batch(
         workload_hints=_hints([len(prompt) for prompt in prompts], options),
     )
     outputs: dict[str, GenerationOutput] = {}
-    bar = tqdm(total=len(prompts), disable=not progress_bar, desc="Generating", unit="request")
+    bar = tqdm(
+        total=len(prompts) * options.num_return_sequences, disable=not progress_bar, desc="Generating", unit="request"
+    )
     with bar, manager_cm as manager:
 
         def collect() -> None:
@@ -148,11 +151,12 @@ def generate_batch(
             outputs[output.request_id] = output
             bar.update()
 
-        labels = []
+        labels: list[str] = []
         for prompt in manager.checked(prompts):
             while True:
                 try:
-                    labels.append(manager.add_request(prompt, record_timestamps=record_timestamps))
+                    label = manager.add_request(prompt, record_timestamps=record_timestamps)
+                    labels += manager.family(label)
                     break
                 except _native.QueueFull:
                     collect()

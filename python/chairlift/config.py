@@ -15,6 +15,7 @@ MIN_AUTO_BATCH_TOKENS = 256
 DEFAULT_MAX_REQUESTS = 1024
 SAFETY_MARGINS: Mapping[str, float] = {"fifo": 0.15, "prefill_first": 0.0}
 MEMORY_PERCENT_CPU = 0.6
+EVICTION_ORDERS = ("lru", "lifo")
 
 
 @dataclass
@@ -32,7 +33,11 @@ class ContinuousBatchingConfig:
         max_requests_per_batch: Requests of a step. None: as many as the hints tell, else 1024; never more than
             `max_batch_tokens`.
         max_blocks_per_request: Bound on a block table for the decode fast path of flash backends. None or 0 here.
-        allow_block_sharing: Allows prefix sharing. Accepted; there is no prefix cache yet, so it changes nothing.
+        allow_block_sharing: Prompts that begin alike share K and V of what they have in common (the prefix cache).
+        match_unit: Tokens of an entry of the prefix cache, a divisor of `page_size`: prompts share whole entries. None:
+            the largest divisor that is at most 32. 0: no prefix cache.
+        cache_eviction: Which cached blocks go first when others need them: `lru`, those that were used the longest ago,
+            or `lifo`, those that were cached last. One at a time, the tail of a sequence before its head.
         use_async_batching: None or False here.
         use_cuda_graph: None or False here.
         q_padding_interval_size: 0 here.
@@ -47,8 +52,10 @@ class ContinuousBatchingConfig:
         return_logprobs: Keep the logarithm of each generated token's probability.
         seed: Seed of all draws. None: a random one, to be read back.
         auto_switch_to_flash: Go to a flash backend where there is one. There is none here.
-        cpu_offload_space: 0 here.
-        cpu_offload_space_safety_threshold: Part of the free RAM that offloading may take, 0 to 1.
+        cpu_offload_space: GiB of host memory for K and V of requests that had to give up their blocks; what does not
+            fit is computed again. 0: none. None: what the safety threshold allows.
+        cpu_offload_space_safety_threshold: Part of the RAM that is free beside pool and batches that offloading may
+            take, 0 to 1; a larger `cpu_offload_space` is lowered to it, with a warning. 0: no such bound.
         max_queue_size: Bound on requests that wait to be admitted; 0: none. One more raises `QueueFull` at once.
         per_request_processors: Accepted. Requests have no processors of their own yet, so it changes nothing.
         drop_unsupported_processors: Drop logits processors that are not served, with a warning, instead of refusing
@@ -89,6 +96,8 @@ class ContinuousBatchingConfig:
     use_default_compile_configs: bool | None = None
     max_cached_graphs: int | None = None
     block_size: int | None = None
+    match_unit: int | None = None
+    cache_eviction: str = "lru"
 
     def __post_init__(self) -> None:
         """Settles the deprecated fields and checks the others."""
@@ -163,6 +172,12 @@ class ContinuousBatchingConfig:
         self._check_int("max_blocks_per_request", 0, optional=True)
         for name in ("q_padding_interval_size", "kv_padding_interval_size", "max_queue_size"):
             self._check_int(name, 0)
+        self._check_int("match_unit", 0, optional=True)
+        if self.match_unit and self.page_size % self.match_unit:
+            raise ValueError(f"match_unit is {self.match_unit}, but must divide page_size, which is {self.page_size}")
+        if self.cache_eviction not in EVICTION_ORDERS:
+            known = " or ".join(map(repr, EVICTION_ORDERS))
+            raise ValueError(f"cache_eviction is {self.cache_eviction!r}, but must be {known}")
         self._check_int("default_compile_level", 0, most=3)
         self._check_int("seed", 0, optional=True, most=2**64 - 1)
         self._check_part("max_memory_percent", optional=True, above_zero=True)
@@ -186,7 +201,6 @@ class ContinuousBatchingConfig:
             "varlen_compile_config": (self.varlen_compile_config is not None, "must be None"),
             "decode_compile_config": (self.decode_compile_config is not None, "must be None"),
             "default_compile_level": (self.default_compile_level != 0, "must be 0"),
-            "cpu_offload_space": (self.cpu_offload_space != 0, "must be 0"),
         }
         for name, (asked, bound) in unserved.items():
             if asked:
@@ -223,11 +237,13 @@ class ResolvedConfig(ContinuousBatchingConfig):
         attention: The attention backend.
         decode_fast_path: Whether steps of decodes alone take a path of their own.
         cuda_graphs: Whether steps are graphs: (varlen, decode).
+        swap_blocks: Blocks of host memory for victims.
     """
 
     attention: str = ""
     decode_fast_path: bool = False
     cuda_graphs: tuple[bool, bool] = (False, False)
+    swap_blocks: int = 0
 
     @classmethod
     def of_config(cls, config: ContinuousBatchingConfig, **values: Any) -> "ResolvedConfig":

@@ -7,7 +7,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,18 +16,20 @@ from transformers.utils import logging
 
 from chairlift import _native
 from chairlift.attention.choice import choose_backend
+from chairlift.books import Books
 from chairlift.config import ContinuousBatchingConfig
 from chairlift.engine.cache import geometry_of
 from chairlift.engine.check import check_packed
+from chairlift.engine.fingerprint import Fingerprint, fingerprint
 from chairlift.engine.loop import StopLevel, StopRequest, run_sync
 from chairlift.engine.modes import CallersModes
 from chairlift.engine.openmp import release_team
 from chairlift.engine.session import Session
 from chairlift.engine.sizing import batch_cost, resolve
 from chairlift.evaluation import evaluating
-from chairlift.outputs import GenerationOutput, RequestStatus, Stats, WorkloadHints
+from chairlift.outputs import GenerationOutput, Stats, WorkloadHints
 from chairlift.probe import learn
-from chairlift.prompts import Prompt, prompt_array
+from chairlift.prompts import Prompt, packed_prompts, prompt_array
 from chairlift.sampling.options import GenerationOptions, eos_tuple
 
 logger = logging.get_logger(__name__)
@@ -35,27 +37,6 @@ logger = logging.get_logger(__name__)
 # No bound that anybody means is beyond it, and it fits the engine's numbers.
 _MOST_NEW_TOKENS = 2**62
 _MOST_PRIORITY = 2**31 - 1
-
-_STATUS = {
-    "stop": RequestStatus.FINISHED,
-    "length": RequestStatus.FINISHED,
-    "cancelled": RequestStatus.CANCELLED,
-    "error": RequestStatus.FAILED,
-}
-
-
-@dataclass
-class _Record:
-    """What the manager keeps of a request until its terminal event is taken."""
-
-    label: str
-    prompt: npt.NDArray[np.int64]
-    created: float
-    record_timestamps: bool
-    # What a streaming request produced so far.
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    timestamps: list[float] = field(default_factory=list)
 
 
 class ContinuousBatchingManager:
@@ -115,16 +96,18 @@ class ContinuousBatchingManager:
             max_queue_size=self.config.max_queue_size,
             seed=self.config.seed or 0,
             return_logprobs=self.config.return_logprobs,
+            match_unit=self.config.match_unit or 0,
+            cache_eviction=self.config.cache_eviction,
+            swap_blocks=self.config.swap_blocks,
         )
         self._engine = self._session.engine
         self._modes = CallersModes()
         self._thread: threading.Thread | None = None
         self._stop_request = StopRequest()
         self._control = threading.Lock()  # of the thread: starting and ending it
-        self._lock = threading.Lock()  # of the books: labels, ids and what was taken
-        self._records: dict[int, _Record] = {}
-        self._ids: dict[str, int] = {}
-        self._next_label = 0
+        self._lock = threading.Lock()  # of the books
+        self._books = Books()
+        self._weights: Fingerprint | None = None
         self._destroyed = False
         self.fatal_error: BaseException | None = None
         # Requests may come before the start; outputs cannot.
@@ -160,12 +143,35 @@ class ContinuousBatchingManager:
             thread.join()
 
     def _launch(self) -> None:
+        self._notice_weights()
         self._stop_request = StopRequest()
         self._engine.reopen()
         _running.add(self)
         release_team()  # this thread probed the model; from here on the loop's computes
         self._thread = threading.Thread(target=self._run, name="chairlift-loop", daemon=True)
         self._thread.start()
+
+    def _notice_weights(self) -> None:
+        """What other weights computed is worth nothing: finds out whether the model's changed since the last start."""
+        if not self.config.match_unit:
+            return
+        try:
+            weights = fingerprint(self.model)
+        except TypeError as error:
+            logger.warning(f"The prefix cache starts empty each time the manager is started: {error}")
+            self._engine.new_epoch()
+            return
+        if self._weights not in (None, weights):
+            self._engine.new_epoch()
+        self._weights = weights
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all K and V that are kept for prompts to come. Requests that run go on undisturbed; nothing that was
+        computed before the call is shared with a request that is scheduled after it.
+
+        Where weights changed between a stop and a start of the manager this happens by itself.
+        """
+        self._engine.new_epoch()
 
     def stop(
         self,
@@ -233,6 +239,7 @@ class ContinuousBatchingManager:
         record_timestamps: bool = False,
         eos_token_id: int | list[int] | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> str:
         """Hands a request over.
 
@@ -244,9 +251,11 @@ class ContinuousBatchingManager:
             record_timestamps: Keep the time of each token.
             eos_token_id: Tokens that end it. None: the generation config's; negative: none.
             priority: Requests of a higher one are admitted first, and lose their blocks last.
+            cache_salt: The prompt shares the prefix cache only with prompts of the same salt. None: with those without.
 
         Returns:
-            The label.
+            The label. With `num_return_sequences` of the generation config, sequences beside the first are labelled
+            `<label>__child#0` and so on, and to cancel `<label>` cancels all.
 
         Raises:
             TypeError: An argument of the wrong type.
@@ -270,45 +279,55 @@ class ContinuousBatchingManager:
             raise TypeError(f"priority is {priority!r}, but must be an integer")
         if abs(priority) > _MOST_PRIORITY:
             raise ValueError(f"priority is {priority}, but must be between -{_MOST_PRIORITY} and {_MOST_PRIORITY}")
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise TypeError(f"cache_salt is {cache_salt!r}, but must be a string or None")
         with self._lock:
-            label = self._free_label() if request_id is None else request_id
-            if label in self._ids:
-                raise ValueError(
-                    f"request_id {label!r} is taken: a request of that name is in flight or waits to be collected"
-                )
+            (label,) = self._books.free_labels(1) if request_id is None else [request_id]
+            labels = self.family(label)
+            for taken in labels:
+                if taken in self._books:
+                    raise ValueError(
+                        f"request_id {taken!r} is taken: a request of that name is in flight or waits to be collected"
+                    )
             created = time.perf_counter()
             try:
-                ordinal = self._engine.submit(
+                first = self._engine.submit(
                     prompt,
                     max_new_tokens=min(max_new_tokens, _MOST_NEW_TOKENS),
+                    n=len(labels),
                     eos=list(eos),
                     sampling=self.options.sampling,
                     priority=priority,
+                    cache_salt=_salt(cache_salt),
                     streaming=streaming,
                     record_timestamps=record_timestamps,
                     record_logprobs=self.config.return_logprobs,
                 )
+                kept = [prompt] if streaming else None
             except _native.EngineClosed as closed:
-                if self.fatal_error is not None:
-                    raise RuntimeError(str(closed)) from self.fatal_error
-                logger.warning(f"Request {label!r} is refused: {closed}")
-                ordinal = self._engine.refuse(str(closed), created)
-            self._next_label += request_id is None
-            self._ids[label] = ordinal
-            self._records[ordinal] = _Record(label, prompt, created, record_timestamps)
+                first, kept = self._refused(closed, labels, created), [prompt]
+            self._books.add(
+                first,
+                labels,
+                kept,
+                n=len(labels),
+                created=created,
+                record_timestamps=record_timestamps,
+                numbered=request_id is None,
+            )
         return label
 
     def add_requests(
         self,
-        inputs: Sequence[Prompt],
+        inputs: Sequence[Prompt] | npt.NDArray[np.integer[Any]],
         max_new_tokens: int | None = None,
         streaming: bool = False,
         record_timestamps: bool = False,
     ) -> list[str]:
-        """Hands several requests over; all are checked before the first is.
+        """Hands several requests over: all of them, or none.
 
         Args:
-            inputs: The prompts.
+            inputs: The prompts; or an array with one in each row.
             max_new_tokens: See `add_request`; so the others.
             streaming: See `add_request`.
             record_timestamps: See `add_request`.
@@ -317,22 +336,60 @@ class ContinuousBatchingManager:
             The labels, in order.
 
         Raises:
-            TypeError, ValueError: As `add_request`, naming the prompt.
+            TypeError, ValueError: As `add_request`, naming the prompt by its place.
             QueueFull: There is not room for all of them; none was taken.
+            RuntimeError: The loop died; its cause is chained.
         """
-        prompts = self.checked(inputs, max_new_tokens)
-        room = self.config.max_queue_size - self._engine.queued
-        if self.config.max_queue_size and len(prompts) > room:
-            raise _native.QueueFull(f"{len(prompts)} requests are more than the {max(room, 0)} that may join the queue")
-        return [
-            self.add_request(
-                prompt,
-                max_new_tokens=max_new_tokens,
-                streaming=streaming,
-                record_timestamps=record_timestamps,
+        tokens, lengths, prompts = packed_prompts(inputs)
+        if not len(lengths):
+            return []
+        bounds = self._bounds(lengths, max_new_tokens)
+        with self._lock:
+            labels = self._books.free_labels(len(lengths))
+            n = self.options.num_return_sequences
+            every = labels if n == 1 else [name for label in labels for name in self.family(label)]
+            created = time.perf_counter()
+            try:
+                first = self._engine.submit_many(
+                    tokens,
+                    lengths,
+                    bounds,
+                    n=n,
+                    eos=list(self.options.eos_token_ids),
+                    sampling=self.options.sampling,
+                    streaming=streaming,
+                    record_timestamps=record_timestamps,
+                    record_logprobs=self.config.return_logprobs,
+                )
+                kept = prompts if streaming else None
+            except _native.EngineClosed as closed:
+                first, kept = self._refused(closed, every, created), prompts
+            if isinstance(kept, np.ndarray):
+                kept = kept.copy()  # the caller's may change
+            self._books.add(
+                first, every, kept, n=n, created=created, record_timestamps=record_timestamps, numbered=True
             )
-            for prompt in prompts
-        ]
+        return labels
+
+    def family(self, label: str) -> list[str]:
+        """The labels of a request's sequences, its own first."""
+        return [label, *(f"{label}__child#{child}" for child in range(self.options.num_return_sequences - 1))]
+
+    def _bounds(self, lengths: npt.NDArray[np.int64], max_new_tokens: int | None) -> npt.NDArray[np.int64]:
+        if max_new_tokens is not None:
+            if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
+                raise TypeError(f"max_new_tokens is {max_new_tokens!r}, but must be an integer of at least 1")
+            return np.full(len(lengths), min(max_new_tokens, _MOST_NEW_TOKENS), np.int64)
+        kinds, of_prompt = np.unique(lengths, return_inverse=True)
+        bounds = [min(self.options.new_tokens_for(int(kind), self._token_limit), _MOST_NEW_TOKENS) for kind in kinds]
+        return np.array(bounds, np.int64)[of_prompt]
+
+    def _refused(self, closed: _native.EngineClosed, labels: Sequence[str], now: float) -> int:
+        """Gives sequences that come too late their failed outputs; the id of the first."""
+        if self.fatal_error is not None:
+            raise RuntimeError(str(closed)) from self.fatal_error
+        logger.warning(f"Request {labels[0]!r} is refused: {closed}")
+        return min(self._engine.refuse(str(closed), now) for _ in labels)
 
     def checked(self, inputs: Sequence[Prompt], max_new_tokens: int | None = None) -> list[npt.NDArray[np.int64]]:
         """Prompts as arrays, each fit to be added.
@@ -358,7 +415,7 @@ class ContinuousBatchingManager:
             KeyError: No request of that label is in flight or has an output to be taken.
         """
         with self._lock:
-            self._engine.cancel(self._ordinal(request_id))
+            self._engine.cancel(self._books.id_of(request_id))
 
     # ------------------------------------------------------------------ outputs
 
@@ -384,7 +441,7 @@ class ContinuousBatchingManager:
             with self._lock:
                 event = self._engine.take_next()
                 if event is not None:
-                    return self._output(event)
+                    return self._books.output(event)
         return None
 
     def __iter__(self) -> Iterator[GenerationOutput]:
@@ -412,7 +469,7 @@ class ContinuousBatchingManager:
     def _claimed(self, request_id: str) -> Iterator[int]:
         with self._lock:
             # The last output is taken under this lock too: a claim on what has ended cannot come to be.
-            ordinal = self._ordinal(request_id)
+            ordinal = self._books.id_of(request_id)
             self._engine.claim(ordinal)
         try:
             yield ordinal
@@ -425,8 +482,8 @@ class ContinuousBatchingManager:
             with self._lock:
                 event = self._engine.take_for(ordinal)
                 if event is not None:
-                    return self._output(event)
-                if ordinal not in self._records:
+                    return self._books.output(event)
+                if not self._books.is_open(ordinal):
                     raise KeyError("the last output of the request was taken by another reader")
         return None
 
@@ -438,29 +495,6 @@ class ContinuousBatchingManager:
             if self.fatal_error is not None:
                 raise RuntimeError(str(closed)) from self.fatal_error
             return False
-
-    def _output(self, event: _native.Event) -> GenerationOutput:
-        """What a reader gets for an event that it took. Under the lock, so that events and books move together."""
-        reason = event.finish_reason
-        record = self._records[event.request]
-        output = GenerationOutput(record.label, record.prompt.tolist(), created_time=record.created)
-        if reason is None:
-            record.tokens.extend(event.tokens)
-            record.logprobs.extend(event.logprobs)
-            record.timestamps.extend(event.timestamps)
-            output.generated_tokens, output.logprobs = record.tokens[:], record.logprobs[:]
-            output.status = RequestStatus.DECODING
-            output.timestamps = record.timestamps[:] if record.record_timestamps else None
-            return output
-        del self._records[event.request], self._ids[record.label]
-        output.generated_tokens, output.logprobs = event.tokens, event.logprobs
-        output.timestamps = event.timestamps if record.record_timestamps else None
-        output.finish_reason = reason  # type: ignore[assignment]  # one of the four
-        output.status = _STATUS[reason]
-        output.error = event.error
-        started, ended = event.started, event.ended
-        output.lifespan = (-1 if started is None else started, -1 if ended is None else ended)
-        return output
 
     # ------------------------------------------------------------------- facts
 
@@ -482,6 +516,10 @@ class ContinuousBatchingManager:
             "attention backend": config.attention,
             "page_size": config.page_size,
             "num_blocks": blocks,
+            "prefix cache": f"shared by {config.match_unit} tokens, {config.cache_eviction}"
+            if config.match_unit
+            else "off",
+            "host memory": f"{config.swap_blocks} blocks for victims" if config.swap_blocks else "none for victims",
             "cache": f"{blocks * geometry.page_size:,} tokens, {self.cache_bytes / 2**20:,.1f} MiB",
             "padding": f"{geometry.padding_bytes / geometry.model_block_bytes:.1%} of a block",
             "max_batch_tokens": config.max_batch_tokens,
@@ -505,17 +543,6 @@ class ContinuousBatchingManager:
         """Tokens of a sequence that model and pool bear."""
         bounds = (self._engine.token_capacity, self.facts.max_positions, self.facts.limit)
         return min(bound for bound in bounds if bound is not None)
-
-    def _ordinal(self, request_id: str) -> int:
-        if request_id not in self._ids:
-            raise KeyError(f"no request {request_id!r}: it was never added, or its last output was taken")
-        return self._ids[request_id]
-
-    def _free_label(self) -> str:
-        """The next `req_N`; it counts as given once a request has it."""
-        while f"req_{self._next_label}" in self._ids:
-            self._next_label += 1
-        return f"req_{self._next_label}"
 
     # -------------------------------------------------------------- the thread
 
@@ -546,6 +573,11 @@ class _Deadline:
     @property
     def left(self) -> float | None:
         return None if self._end is None else max(0.0, self._end - time.perf_counter())
+
+
+def _salt(cache_salt: str | None) -> str:
+    # An empty salt is a salt, too.
+    return "" if cache_salt is None else f"={cache_salt}"
 
 
 def _resolved(value: int | None) -> int:

@@ -35,6 +35,7 @@ class GenerationOutput:
         timestamps: When each token was there, with `record_timestamps`; else None.
         finish_reason: How it ended: `stop` (an end token), `length` (a bound on tokens), `cancelled` or `error`;
             None while it goes on.
+        cached_tokens: Tokens of the prompt whose K and V were found in the prefix cache when it was first scheduled.
     """
 
     request_id: str
@@ -47,6 +48,7 @@ class GenerationOutput:
     lifespan: tuple[float, float] = (-1, -1)
     timestamps: list[float] | None = None
     finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
 
     def is_finished(self) -> bool:
         """Whether nothing more will come: it finished, failed or was cancelled."""
@@ -86,18 +88,31 @@ class Stats:
         waiting: Sequences that wait, victims among them.
         running: Sequences with a row.
         capacity: Blocks of the pool.
-        free_blocks: Blocks nobody owns.
+        free_blocks: Blocks nobody owns, of which nothing is known.
         owned_blocks: Blocks with an owner.
-        peak_owned_blocks: Most blocks owned at once.
+        cached_blocks: Blocks nobody owns, kept for prompts that begin alike.
+        retiring_blocks: Blocks nobody owns, but a step in flight uses.
+        peak_owned_blocks: Most blocks owned at once since the engine was made.
         steps: Committed steps.
         abandoned_steps: Steps abandoned.
-        prompt_tokens: Prompt tokens computed (again, after a soft reset).
-        generated_tokens: Tokens generated.
+        prompt_tokens: Prompt tokens computed (again, after a soft reset), in committed steps.
+        generated_tokens: Tokens generated, in committed steps.
         finished: Requests that ended by an end token or a bound.
         failed: Requests that ended by an error.
         cancelled: Requests that were cancelled.
         starved: Times that an active sequence got no block for its next tokens.
         soft_resets: Victims whose tokens joined their prompt.
+        swapped: Sequences whose K and V are in host memory.
+        swap_capacity: Blocks of host memory.
+        free_swap_blocks: Those of them that nothing is in.
+        swap_outs: Victims whose K and V were copied to host memory.
+        swap_ins: Victims whose K and V were copied back.
+        cached_tokens: Tokens that were found in the prefix cache instead of computed, in all admissions.
+        looked_up_tokens: Tokens that were looked up in the prefix cache, in all admissions.
+        evictions: Cached blocks that were given to others.
+        merged_blocks: Blocks that were given up for another one with the same K and V.
+        copied_blocks: Partly matching pages that were copied.
+        epoch: Times that everything cached was forgotten: weights changed, or the cache was reset.
     """
 
     submitted: int
@@ -106,6 +121,8 @@ class Stats:
     capacity: int
     free_blocks: int
     owned_blocks: int
+    cached_blocks: int
+    retiring_blocks: int
     peak_owned_blocks: int
     steps: int
     abandoned_steps: int
@@ -116,3 +133,14 @@ class Stats:
     cancelled: int
     starved: int
     soft_resets: int
+    swapped: int
+    swap_capacity: int
+    free_swap_blocks: int
+    swap_outs: int
+    swap_ins: int
+    cached_tokens: int
+    looked_up_tokens: int
+    evictions: int
+    merged_blocks: int
+    copied_blocks: int
+    epoch: int

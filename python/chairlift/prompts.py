@@ -43,6 +43,26 @@ def prompt_array(prompt: Any, name: str = "input_ids") -> npt.NDArray[np.int64]:
     return np.array(array, np.int64)
 
 
+Prompts = Sequence[npt.NDArray[np.int64]] | npt.NDArray[np.int64]
+
+
+def packed_prompts(inputs: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Prompts]:
+    """Several prompts one after the other in one array, their lengths, and the prompts themselves.
+
+    Args:
+        inputs: Prompts; or an array with one in each row. What is returned may be this array itself.
+
+    Raises:
+        TypeError: A prompt that is no flat sequence of integers, by its place.
+    """
+    if isinstance(inputs, np.ndarray) and inputs.ndim == 2 and inputs.dtype.kind in "iu" and inputs.dtype != np.uint64:
+        rows = np.ascontiguousarray(inputs, np.int64)
+        return rows.reshape(-1), np.full(rows.shape[0], rows.shape[1], np.int64), rows
+    prompts = [prompt_array(prompt, f"inputs[{index}]") for index, prompt in enumerate(inputs)]
+    lengths = np.array([len(prompt) for prompt in prompts], np.int64)
+    return np.concatenate(prompts) if prompts else np.zeros(0, np.int64), lengths, prompts
+
+
 def _named(prompt: Any, array: npt.NDArray[Any]) -> str:
     """The first value that is no integer, or what the array is made of."""
     if isinstance(prompt, torch.Tensor | np.ndarray):

@@ -8,6 +8,7 @@ import torch
 
 from chairlift import _native
 from chairlift.attention.plain import Reach
+from chairlift.engine.inputs import BlockMoves
 from chairlift.probe import Call, Kind
 
 
@@ -62,18 +63,22 @@ def geometry_of(calls: Sequence[Call], page_size: int) -> Geometry:
 class CacheTensors:
     """K and V of the whole pool, trash included."""
 
-    def __init__(self, calls: Sequence[Call], geometry: Geometry, num_blocks: int) -> None:
+    def __init__(self, calls: Sequence[Call], geometry: Geometry, num_blocks: int, swap_blocks: int = 0) -> None:
         """Allocates the storage.
 
         Args:
             calls: The model's calls.
             geometry: How they share blocks.
             num_blocks: Whole-model blocks.
+            swap_blocks: Blocks of host memory for victims.
         """
         self.geometry = geometry
         self.num_blocks = num_blocks
         blocks = num_blocks * geometry.num_groups + _native.NUM_TRASH_BLOCKS
         self.storage = _zeros(blocks, geometry.block_bytes, calls[0].kind.device)
+        self.host = _zeros(swap_blocks, geometry.block_bytes, torch.device("cpu"))
+        if self.storage.is_cuda and swap_blocks:
+            self.host = self.host.pin_memory()
         own = {call.ordinal: self._views(call) for call in calls if call.ordinal in geometry.places}
         self.pages = [own[call.reads_from] for call in calls]
 
@@ -81,6 +86,18 @@ class CacheTensors:
     def nbytes(self) -> int:
         """Bytes of the storage."""
         return self.storage.nbytes
+
+    def move(self, moves: BlockMoves) -> None:
+        """Copies blocks, in the order in which the engine counts on it: to the host, from the host, then within the
+        pool."""
+        for source, target, pairs in (
+            (self.storage, self.host, moves.swap_outs),
+            (self.host, self.storage, moves.swap_ins),
+            (self.storage, self.storage, moves.copies),
+        ):
+            if pairs.numel():
+                come_from, go_to = pairs.unbind(1)
+                target[go_to.to(target.device)] = source[come_from.to(source.device)].to(target.device)
 
     def _views(self, call: Call) -> CallPages:
         group, offset = self.geometry.places[call.ordinal]

@@ -57,6 +57,7 @@ def check_packed(model: PreTrainedModel, facts: ModelFacts, geometry: Geometry, 
         step = engine.advance(None, 0, time.perf_counter())
         while step is not None:
             inputs = session.tables.receive(step, session.slots[0])
+            session.cache.move(inputs.moves)
             try:
                 logits = runner.logits(inputs)
             except Exception as error:

@@ -1,10 +1,19 @@
 """What a step brings to the device, and the tables that stay there: by row, changed only where something is new."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from chairlift import _native
+
+
+class BlockMoves(NamedTuple):
+    """Blocks that are copied before the forward, kind after kind; in no order within one. Each [moves, 2]: from, to."""
+
+    swap_outs: torch.Tensor  # to the host
+    swap_ins: torch.Tensor  # from the host
+    copies: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,7 @@ class StepInputs:
     sampled_rows: torch.Tensor  # [sampled] rows of the tables
     draws: torch.Tensor  # [sampled, 3] key (low, high) and position
     block_tables: list[torch.Tensor]  # per group, [rows, pages]
+    moves: BlockMoves
 
 
 @dataclass(frozen=True)
@@ -62,39 +72,37 @@ class DeviceTables:
 
     def receive(self, step: _native.Step, slot: Slot) -> StepInputs:
         """Takes a step in: applies its changes to the tables, and returns the rest."""
-        _, decodes, _, _, table_changes, row_changes = step.shape
+        layout = step.layout
         # One copy to the device; on a CPU the arena is used where it is until the step is committed.
-        arena = slot.arena[: step.layout[-1][1]].to(self.device, non_blocking=True)
-        rows, cu_seqlens, _, tokens, positions, slots, logits_rows, draws, tables, row_params = (
-            arena[start:end] for start, end in step.layout
-        )
-        if table_changes:
-            self._change_tables(tables.view(-1, 4).long())
-        if row_changes:
-            self._change_rows(row_params.view(-1, 5))
-        rows = rows.long()
+        arena = slot.arena[: layout["swap_ins"].stop].to(self.device, non_blocking=True)
+        part = {name: arena[where] for name, where in layout.items()}
+        if part["table_changes"].numel():
+            self._change_tables(part["table_changes"].view(-1, 4).long())
+        if part["row_changes"].numel():
+            self._change_rows(part["row_changes"].view(-1, 5))
+        rows = part["rows"].long()
         # Lengths are needed on the host by backends that loop over sequences.
-        host = slot.arena
-        bounds: list[int] = host[slice(*step.layout[1])].tolist()
-        lengths: list[int] = host[slice(*step.layout[2])].tolist()
+        bounds: list[int] = slot.arena[layout["cu_seqlens"]].tolist()
+        lengths: list[int] = slot.arena[layout["kv_lens"]].tolist()
         num_groups = self.block_tables.shape[0]
-        slots = slots.view(num_groups, -1).long()
+        slots = part["write_slots"].view(num_groups, -1).long()
         pages = -(-max(lengths) // self.page_size)
-        logits_rows = logits_rows.long()
-        row_of_token = torch.bucketize(logits_rows, cu_seqlens[1:].long(), right=True)
+        logits_rows = part["logits_rows"].long()
+        row_of_token = torch.bucketize(logits_rows, part["cu_seqlens"][1:].long(), right=True)
         return StepInputs(
-            decodes=decodes,
+            decodes=step.decodes,
             rows=rows,
             cu_seqlens=bounds,
             kv_lens=lengths,
-            input_ids=tokens.long().unsqueeze(0),
-            position_ids=positions.long().unsqueeze(0),
+            input_ids=part["tokens"].long().unsqueeze(0),
+            position_ids=part["positions"].long().unsqueeze(0),
             write_blocks=list(slots // self.page_size),
             write_offsets=slots[0] % self.page_size,
             logits_rows=logits_rows,
             sampled_rows=rows[row_of_token],
-            draws=draws.view(-1, 3),
+            draws=part["draws"].view(-1, 3),
             block_tables=[table[rows, :pages] for table in self.block_tables],
+            moves=BlockMoves(*(part[name].view(-1, 2).long() for name in ("swap_outs", "swap_ins", "copies"))),
         )
 
     def _change_tables(self, changes: torch.Tensor) -> None:

@@ -94,6 +94,7 @@ class Runner:
         """Computes a step, and puts its tokens (and logprobs) into the slot's buffers."""
         slot = self.slots[step.slot]
         inputs = self.tables.receive(step, slot)
+        self.cache.move(inputs.moves)
         logits = self.logits(inputs)
         if not logits.shape[0]:
             return

@@ -30,6 +30,9 @@ class Session:
         max_queue_size: int = 0,
         seed: int = 0,
         return_logprobs: bool = False,
+        match_unit: int = 0,
+        cache_eviction: str = "lru",
+        swap_blocks: int = 0,
     ) -> None:
         """Allocates pool and buffers. All sizes as in `ContinuousBatchingConfig`, resolved."""
         self.engine = _native.Engine(
@@ -46,10 +49,13 @@ class Session:
                 max_positions=facts.max_positions,
                 max_queue_size=max_queue_size,
                 seed=seed,
+                match_unit=match_unit,
+                cache_eviction=cache_eviction,
+                swap_blocks=swap_blocks,
             )
         )
         device = facts.calls[0].kind.device
-        self.cache = CacheTensors(facts.calls, geometry, num_blocks)
+        self.cache = CacheTensors(facts.calls, geometry, num_blocks, swap_blocks)
         self.tables = DeviceTables(geometry.num_groups, max_requests_per_batch, geometry.page_size, device)
         self.slots = [Slot(self.engine.arena_capacity, max_requests_per_batch, device) for _ in range(NUM_SLOTS)]
         for index, slot in enumerate(self.slots):

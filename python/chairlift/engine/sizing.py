@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+from transformers.utils import logging
+
+from chairlift import _native
 from chairlift.attention.choice import Backend
 from chairlift.config import (
     DEFAULT_MAX_BATCH_TOKENS,
@@ -18,6 +21,8 @@ from chairlift.engine.free_memory import free_memory_bytes
 from chairlift.outputs import WorkloadHints
 from chairlift.probe import ModelFacts
 from chairlift.sampling.draw import scratch_bytes
+
+logger = logging.get_logger(__name__)
 
 _UNLIMITED = 1 << 60
 
@@ -104,6 +109,9 @@ def resolve(
                 "raise max_memory_percent"
             )
         num_blocks = min(fitting, _usable_blocks(hints, facts, geometry.page_size), _addressable(geometry))
+    batch_bytes = cost.of(max_batch_tokens, max_requests)
+    pool_bytes = (num_blocks + 2) * geometry.model_block_bytes
+    swap_blocks = _swap_blocks(config, geometry, max(0, free - batch_bytes - pool_bytes))
     margin = SAFETY_MARGINS[config.scheduler_type] if config.safety_margin is None else config.safety_margin
     return ResolvedConfig.of_config(
         config,
@@ -117,7 +125,40 @@ def resolve(
         safety_margin=margin,
         seed=random_seed() if config.seed is None else config.seed,
         attention=attention,
+        swap_blocks=swap_blocks,
+        match_unit=_match_unit(config),
     )
+
+
+def _match_unit(config: ContinuousBatchingConfig) -> int:
+    if not config.allow_block_sharing:
+        return 0
+    return config.match_unit or _native.default_match_unit(config.page_size)
+
+
+def _swap_blocks(config: ContinuousBatchingConfig, geometry: Geometry, free: int) -> int:
+    """Blocks of host memory for victims, of the bytes that are free beside pool and batches."""
+    space, threshold = config.cpu_offload_space, config.cpu_offload_space_safety_threshold
+    most = int(threshold * free) if threshold else None
+    if space is None:
+        if most is None:
+            raise ValueError(
+                "cpu_offload_space=None is sized by cpu_offload_space_safety_threshold, which is 0: set either"
+            )
+        return most // geometry.block_bytes
+    wanted = int(space * 2**30)
+    if most is not None and wanted > most:
+        logger.warning(
+            f"cpu_offload_space={space:g} GiB is more than {threshold:.0%} of the {_mib(free)} that are free beside "
+            f"pool and batches: lowered to {_mib(most)}"
+        )
+        wanted = most
+    if space and wanted < geometry.block_bytes:
+        raise ValueError(
+            f"cpu_offload_space={space:g} GiB leaves room for {_mib(wanted)}, less than a single block of "
+            f"{_mib(geometry.block_bytes)}: raise it, or set 0"
+        )
+    return wanted // geometry.block_bytes
 
 
 def _usable_blocks(hints: WorkloadHints, facts: ModelFacts, page_size: int) -> int:

@@ -32,7 +32,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (None, 0),
     "num_beam_groups": (None, 1),
     "num_beams": (None, 1),
-    "num_return_sequences": (None, 1),
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
     "output_logits": (None, False),
@@ -53,11 +52,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 # Of these, the ones that are logits processors: `drop_unsupported_processors` may drop them.
 _PROCESSORS = frozenset(_NEUTRAL) - {
     "constraints", "diversity_penalty", "dola_layers", "force_words_ids", "max_time", "num_beam_groups", "num_beams",
-    "num_return_sequences", "output_attentions", "output_hidden_states", "output_logits", "output_scores",
+    "output_attentions", "output_hidden_states", "output_logits", "output_scores",
     "penalty_alpha", "prompt_lookup_num_tokens", "stop_strings", "token_healing",
 }  # fmt: skip
 _INSTEAD = {
-    "num_return_sequences": "submit the prompt so many times",
     "num_beams": "call model.generate",
 }
 
@@ -71,12 +69,14 @@ class GenerationOptions:
         max_length: Bound on prompt and generated tokens together, when `max_new_tokens` is None.
         eos_token_ids: Tokens that end a sequence.
         sampling: Greedy, or a draw.
+        num_return_sequences: Sequences that continue each prompt.
     """
 
     max_new_tokens: int | None
     max_length: int | None
     eos_token_ids: tuple[int, ...]
     sampling: _native.Sampling
+    num_return_sequences: int = 1
 
     @classmethod
     def resolve(
@@ -123,6 +123,7 @@ class GenerationOptions:
             max_length=max_length,
             eos_token_ids=eos_tuple(config.eos_token_id),
             sampling=_sampling(config),
+            num_return_sequences=_num_return_sequences(config.num_return_sequences),
         )
 
     def new_tokens_for(self, prompt_length: int, limit: int) -> int:
@@ -151,6 +152,16 @@ def _new_tokens(value: Any) -> int:
         raise TypeError(f"max_new_tokens is {value!r}, but must be an integer of at least 1")
     if value < 1:
         raise ValueError(f"max_new_tokens is {value}, but a request generates at least 1 token")
+    return value
+
+
+def _num_return_sequences(value: Any) -> int:
+    if value is None:
+        return 1
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"num_return_sequences is {value!r}, but must be an integer of at least 1")
+    if not 1 <= value < 2**31:
+        raise ValueError(f"num_return_sequences is {value}, but must be at least 1")
     return value
 
 

@@ -255,6 +255,7 @@ impl Engine {
         let request = self.inbox.next_id();
         let finish = Finish::Failed(cause.to_owned());
         let output = Output {
+            prompt: vec![],
             tokens: vec![],
             logprobs: vec![],
             timestamps: vec![],
@@ -442,8 +443,11 @@ impl Engine {
         };
         Counters::add(counter, 1);
         let tokens = seq.tokens.split_off(seq.prompt_len as usize);
-        let Sequence { logprobs, timestamps, cached_tokens, started, request, .. } = seq;
-        let output = Output { tokens, logprobs, timestamps, cached_tokens, finish, started, ended: now };
+        let Sequence { tokens: mut prompt, logprobs, timestamps, cached_tokens, started, request, .. } = seq;
+        // It had room for all that was to come.
+        prompt.shrink_to_fit();
+        let output =
+            Output { prompt, tokens, logprobs, timestamps, cached_tokens, finish, started, ended: now };
         self.events.push(Event { request, news: News::End(Box::new(output)) });
     }
 

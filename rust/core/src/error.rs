@@ -62,8 +62,15 @@ pub enum Error {
         value: u32,
     },
     /// The waiting queue is at its bound.
-    #[error("the queue is full: {limit} requests wait already (max_queue_size); try again later")]
+    #[error(
+        "the queue is full: {waiting} requests wait and {wanted} more would be over the bound of {limit} (max_queue_size); \
+         try again later"
+    )]
     QueueFull {
+        /// Sequences that wait.
+        waiting: usize,
+        /// Sequences that would join them.
+        wanted: usize,
         /// `max_queue_size`.
         limit: usize,
     },

@@ -22,6 +22,15 @@ pub(crate) enum Message {
     Cancel(RequestId),
 }
 
+impl Message {
+    fn sequences(&self) -> u32 {
+        match self {
+            Message::Submit(_, request, ..) => request.n,
+            Message::Cancel(_) => 0,
+        }
+    }
+}
+
 #[derive(Debug, Default)]
 struct Mail {
     messages: VecDeque<Message>,
@@ -67,11 +76,11 @@ impl Inbox {
     ///
     /// # Errors
     /// [`Error::TokenOutsideVocabulary`] for the first id that no token has.
-    pub fn tokens(&self, ids: &[i64]) -> Result<Vec<i32>> {
+    pub fn tokens(&self, ids: impl IntoIterator<Item = i64>) -> Result<Vec<i32>> {
         let vocab_size = self.vocab_size;
-        ids.iter()
+        ids.into_iter()
             .enumerate()
-            .map(|(position, &token)| match i32::try_from(token) {
+            .map(|(position, token)| match i32::try_from(token) {
                 Ok(id) if id >= 0 && (id as u32) < vocab_size => Ok(id),
                 _ => Err(Error::TokenOutsideVocabulary { position, token, vocab_size }),
             })
@@ -116,28 +125,47 @@ impl Inbox {
     /// # Errors
     /// An [`Error`] that names what is wrong with the request; [`Error::QueueFull`] or [`Error::Closed`] otherwise.
     pub fn submit(&self, request: Request) -> Result<RequestId> {
-        self.check(&request.prompt, request.max_new_tokens)?;
-        if request.n == 0 {
-            return Err(Error::InvalidN { value: request.n });
+        self.submit_all(vec![request]).map_err(|(_, error)| error)
+    }
+
+    /// Hands several requests over, or none of them. Returns the id of the first sequence of the first; those of the
+    /// others follow.
+    ///
+    /// # Errors
+    /// As [`Inbox::submit`], with the place of the request that is at fault.
+    pub fn submit_all(&self, requests: Vec<Request>) -> Result<RequestId, (usize, Error)> {
+        let mut messages = Vec::with_capacity(requests.len());
+        let mut sequences = 0;
+        for (place, request) in requests.into_iter().enumerate() {
+            self.check(&request.prompt, request.max_new_tokens).map_err(|error| (place, error))?;
+            if request.n == 0 {
+                return Err((place, Error::InvalidN { value: request.n }));
+            }
+            // Hashed here, by the thread that submits.
+            let root = self.hasher.root(&request.cache_salt, &request.adapter);
+            let keys = self.hasher.chain(root, &request.prompt);
+            messages.push(Message::Submit(RequestId(sequences), request, root, keys));
+            sequences += u64::from(messages.last().map_or(0, Message::sequences));
         }
-        // Hashed here, by the thread that submits.
-        let root = self.hasher.root(&request.cache_salt, &request.adapter);
-        let keys = self.hasher.chain(root, &request.prompt);
         let mut mail = self.lock();
         if let Some(cause) = &mail.closed {
-            return Err(Error::Closed { cause: cause.clone() });
+            return Err((0, Error::Closed { cause: cause.clone() }));
         }
-        if self.max_queue_size > 0
-            && self.queued.load(Ordering::Relaxed) + request.n as usize > self.max_queue_size
-        {
-            return Err(Error::QueueFull { limit: self.max_queue_size });
+        let (waiting, wanted, limit) = (self.queued(), sequences as usize, self.max_queue_size);
+        if limit > 0 && waiting + wanted > limit {
+            return Err((0, Error::QueueFull { waiting, wanted, limit }));
         }
-        self.queued.fetch_add(request.n as usize, Ordering::Relaxed);
-        let id = RequestId(self.next_ordinal.fetch_add(u64::from(request.n), Ordering::Relaxed));
-        mail.messages.push_back(Message::Submit(id, request, root, keys));
+        self.queued.fetch_add(sequences as usize, Ordering::Relaxed);
+        let first = self.next_ordinal.fetch_add(sequences, Ordering::Relaxed);
+        for message in &mut messages {
+            if let Message::Submit(id, ..) = message {
+                id.0 += first;
+            }
+        }
+        mail.messages.extend(messages);
         drop(mail);
         self.arrived.notify_one();
-        Ok(id)
+        Ok(RequestId(first))
     }
 
     /// Asks for the end of a request. One that ended already, or never was, is left alone.
@@ -149,7 +177,6 @@ impl Inbox {
     /// Takes no more requests: every later [`Inbox::submit`] gets the cause. The first cause stays.
     pub fn close(&self, cause: &str) {
         self.lock().closed.get_or_insert_with(|| cause.to_owned());
-        self.arrived.notify_one();
     }
 
     /// Takes requests again.

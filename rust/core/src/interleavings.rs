@@ -14,13 +14,12 @@ use std::time::Duration;
 
 use loom::thread::{JoinHandle, spawn};
 
-use crate::config::{EngineConfig, Policy};
+use crate::config::EngineConfig;
 use crate::error::{Error, Result};
-use crate::group::Reach;
 use crate::ids::RequestId;
 use crate::inbox::{Inbox, Message};
 use crate::outbox::{Event, News, Outbox, Output, Waited};
-use crate::sequence::{Finish, Request, Sampling};
+use crate::sequence::{Finish, Request};
 
 /// A thread of the program.
 fn beside<S: 'static, T: 'static>(shared: &Arc<S>, work: impl FnOnce(&S) -> T + 'static) -> JoinHandle<T> {
@@ -29,34 +28,11 @@ fn beside<S: 'static, T: 'static>(shared: &Arc<S>, work: impl FnOnce(&S) -> T + 
 }
 
 fn inbox(max_queue_size: usize) -> Arc<Inbox> {
-    Arc::new(Inbox::new(&EngineConfig {
-        page_size: 4,
-        num_blocks: 8,
-        groups: vec![Reach::Full],
-        max_requests_per_batch: 4,
-        max_batch_tokens: 16,
-        max_cache_reads: None,
-        safety_margin: 0.0,
-        policy: Policy::Fifo,
-        vocab_size: 97,
-        max_positions: None,
-        max_queue_size,
-        seed: 0,
-    }))
+    Arc::new(Inbox::new(&EngineConfig { vocab_size: 97, max_queue_size, ..EngineConfig::default() }))
 }
 
 fn submit(inbox: &Inbox) -> Result<RequestId> {
-    inbox.submit(Request {
-        prompt: vec![5],
-        max_new_tokens: 1,
-        eos: [].into(),
-        sampling: Sampling::Greedy,
-        priority: 0,
-        seed: None,
-        streaming: false,
-        record_timestamps: false,
-        record_logprobs: false,
-    })
+    inbox.submit(Request { prompt: vec![5], ..Request::default() })
 }
 
 /// What the engine's side has read.
@@ -72,7 +48,7 @@ impl Read {
         inbox.take(&mut mail);
         for message in mail {
             match message {
-                Message::Submit(id, _) => self.submitted.push(id),
+                Message::Submit(id, ..) => self.submitted.push(id),
                 Message::Cancel(id) => self.cancelled.push(id),
             }
         }
@@ -203,7 +179,7 @@ fn of_two_that_race_for_the_last_place_in_the_queue_one_gets_it() {
         let mine = submit(&inbox);
         let other = other.join().unwrap();
         let (accepted, refused) = if mine.is_ok() { (mine, other) } else { (other, mine) };
-        assert_eq!(refused, Err(Error::QueueFull { limit: 1 }));
+        assert_eq!(refused, Err(Error::QueueFull { waiting: 1, wanted: 1, limit: 1 }));
         let mut read = Read::default();
         read.take(&inbox);
         assert_eq!(read.submitted, [accepted.unwrap()]);
@@ -232,7 +208,7 @@ fn the_queue_keeps_its_bound_while_requests_come_and_leave() {
         for result in submitted {
             match result {
                 Ok(id) => accepted.push(id),
-                Err(error) => assert_eq!(error, Error::QueueFull { limit: 1 }),
+                Err(error) => assert_eq!(error, Error::QueueFull { waiting: 1, wanted: 1, limit: 1 }),
             }
         }
         accepted.sort();

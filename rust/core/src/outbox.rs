@@ -14,6 +14,8 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 /// All that a request produced.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Output {
+    /// The prompt.
+    pub prompt: Vec<i32>,
     /// The generated tokens.
     pub tokens: Vec<i32>,
     /// One a token where they were asked for, else empty.
@@ -192,12 +194,8 @@ impl Outbox {
 
     /// Takes the oldest event of that request, if there is one.
     pub fn take_for(&self, request: RequestId) -> Option<Event> {
-        let mut shelf = self.lock();
-        let event = shelf.take(request);
-        if event.as_ref().is_some_and(|event| matches!(event.news, News::End(_))) {
-            self.changed.notify_all();
-        }
-        event
+        // Whoever waits for this request was woken by the event itself.
+        self.lock().take(request)
     }
 
     /// Takes the oldest event that nobody claims, if there is one.
@@ -280,6 +278,7 @@ mod tests {
 
     fn end(request: u64) -> Event {
         let output = Output {
+            prompt: vec![],
             tokens: vec![],
             logprobs: vec![],
             timestamps: vec![],

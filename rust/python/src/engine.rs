@@ -8,10 +8,10 @@ use chairlift_core as core;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PySlice};
 
 use crate::buffers::Pinned;
-use crate::errors::{EngineClosed, to_python};
+use crate::errors::{EngineClosed, at_input, to_python};
 
 /// Signals are looked at this often while a reader waits.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
@@ -25,7 +25,7 @@ impl EngineConfig {
     #[new]
     #[pyo3(signature = (*, page_size, num_blocks, groups, max_requests_per_batch, max_batch_tokens, vocab_size,
         max_cache_reads=None, safety_margin=0.15, scheduler_type="fifo", max_positions=None, max_queue_size=0, seed=0,
-        match_unit=None, cache_eviction="lru", hash_bits=128))]
+        match_unit=None, cache_eviction="lru", swap_blocks=0, hash_bits=128))]
     #[allow(clippy::too_many_arguments)] // keyword-only fields
     fn new(
         page_size: u32,
@@ -42,6 +42,7 @@ impl EngineConfig {
         seed: u64,
         match_unit: Option<u32>,
         cache_eviction: &str,
+        swap_blocks: u32,
         hash_bits: u32,
     ) -> PyResult<Self> {
         let policy = match scheduler_type {
@@ -76,6 +77,7 @@ impl EngineConfig {
             seed,
             match_unit: match_unit.unwrap_or_else(|| core::EngineConfig::default_match_unit(page_size)),
             cache_eviction,
+            swap_blocks,
             hash_bits,
         };
         config.validate().map_err(to_python)?;
@@ -130,10 +132,6 @@ impl Sampling {
 #[pyclass(frozen)]
 pub struct Step(core::Step);
 
-fn bounds(range: &Range<usize>) -> (usize, usize) {
-    (range.start, range.end)
-}
-
 #[pymethods]
 impl Step {
     #[getter]
@@ -141,38 +139,51 @@ impl Step {
         self.0.slot.index()
     }
 
-    /// `(rows, decodes, tokens, sampled, table_changes, row_changes, carry_overs, copies)`
     #[getter]
-    fn shape(&self) -> [usize; 8] {
-        let core::StepShape {
-            rows,
-            decodes,
-            tokens,
-            sampled,
-            table_changes,
-            row_changes,
-            carry_overs,
-            copies,
-        } = self.0.shape;
-        [rows, decodes, tokens, sampled, table_changes, row_changes, carry_overs, copies]
+    fn rows(&self) -> usize {
+        self.0.shape.rows
     }
 
-    /// `(start, end)` of each section, in the arena's order.
     #[getter]
-    fn layout(&self) -> [(usize, usize); 10] {
+    fn decodes(&self) -> usize {
+        self.0.shape.decodes
+    }
+
+    #[getter]
+    fn tokens(&self) -> usize {
+        self.0.shape.tokens
+    }
+
+    #[getter]
+    fn sampled(&self) -> usize {
+        self.0.shape.sampled
+    }
+
+    /// Where each section lies, in the arena's order.
+    #[getter]
+    fn layout<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let at = &self.0.layout;
-        [
-            bounds(&at.rows),
-            bounds(&at.cu_seqlens),
-            bounds(&at.kv_lens),
-            bounds(&at.tokens),
-            bounds(&at.positions),
-            bounds(&at.write_slots),
-            bounds(&at.logits_rows),
-            bounds(&at.draws),
-            bounds(&at.table_changes),
-            bounds(&at.row_changes),
-        ]
+        let sections = [
+            ("rows", &at.rows),
+            ("cu_seqlens", &at.cu_seqlens),
+            ("kv_lens", &at.kv_lens),
+            ("tokens", &at.tokens),
+            ("positions", &at.positions),
+            ("write_slots", &at.write_slots),
+            ("logits_rows", &at.logits_rows),
+            ("draws", &at.draws),
+            ("table_changes", &at.table_changes),
+            ("row_changes", &at.row_changes),
+            ("carry_overs", &at.carry_overs),
+            ("copies", &at.copies),
+            ("swap_outs", &at.swap_outs),
+            ("swap_ins", &at.swap_ins),
+        ];
+        let layout = PyDict::new(py);
+        for (name, range) in sections {
+            layout.set_item(name, PySlice::new(py, range.start as isize, range.end as isize, 1))?;
+        }
+        Ok(layout)
     }
 }
 
@@ -183,9 +194,11 @@ pub struct Event {
     /// `None` for a token; `stop`, `length`, `cancelled` or `error` for the end.
     finish_reason: Option<&'static str>,
     error: Option<String>,
+    prompt: Vec<i32>,
     tokens: Vec<i32>,
     logprobs: Vec<f32>,
     timestamps: Vec<f64>,
+    cached_tokens: u32,
     started: Option<f64>,
     ended: Option<f64>,
 }
@@ -198,9 +211,11 @@ impl From<core::Event> for Event {
                 request,
                 finish_reason: None,
                 error: None,
+                prompt: Vec::new(),
                 tokens: vec![token],
                 logprobs: logprob.into_iter().collect(),
                 timestamps: vec![time],
+                cached_tokens: 0,
                 started: None,
                 ended: None,
             },
@@ -215,9 +230,11 @@ impl From<core::Event> for Event {
                     request,
                     finish_reason: Some(finish_reason),
                     error,
+                    prompt: output.prompt,
                     tokens: output.tokens,
                     logprobs: output.logprobs,
                     timestamps: output.timestamps,
+                    cached_tokens: output.cached_tokens,
                     started: output.started,
                     ended: Some(output.ended),
                 }
@@ -400,39 +417,102 @@ impl Engine {
     }
 
     fn check(&self, py: Python<'_>, prompt: PyBuffer<i64>, max_new_tokens: i64) -> PyResult<()> {
-        let prompt = self.inbox.tokens(&prompt.to_vec(py)?).map_err(to_python)?;
+        let prompt = self.inbox.tokens(prompt.to_vec(py)?).map_err(to_python)?;
         self.inbox.check(&prompt, max_new_tokens).map_err(to_python)
     }
 
-    #[pyo3(signature = (prompt, *, max_new_tokens, eos=Vec::new(), sampling=None, priority=0, seed=None, streaming=false,
-        record_timestamps=false, record_logprobs=false))]
+    #[pyo3(signature = (prompt, *, max_new_tokens, n=1, eos=Vec::new(), sampling=None, priority=0, seed=None,
+        cache_salt="", adapter="", streaming=false, record_timestamps=false, record_logprobs=false))]
     #[allow(clippy::too_many_arguments)] // keyword-only fields
     fn submit(
         &self,
         py: Python<'_>,
         prompt: PyBuffer<i64>,
         max_new_tokens: i64,
+        n: u32,
         eos: Vec<i32>,
         sampling: Option<&Sampling>,
         priority: i32,
         seed: Option<u64>,
+        cache_salt: &str,
+        adapter: &str,
         streaming: bool,
         record_timestamps: bool,
         record_logprobs: bool,
     ) -> PyResult<u64> {
         let request = core::Request {
-            prompt: self.inbox.tokens(&prompt.to_vec(py)?).map_err(to_python)?,
+            prompt: self.inbox.tokens(prompt.to_vec(py)?).map_err(to_python)?,
             max_new_tokens,
+            n,
             eos: eos.into(),
             sampling: sampling.map_or(core::Sampling::Greedy, |sampling| sampling.0),
             priority,
             seed,
+            cache_salt: cache_salt.to_owned(),
+            adapter: adapter.to_owned(),
             streaming,
             record_timestamps,
             record_logprobs,
         };
         let id = py.detach(|| self.inbox.submit(request)).map_err(to_python)?;
         Ok(id.get())
+    }
+
+    #[pyo3(signature = (tokens, lengths, max_new_tokens, *, n=1, eos=Vec::new(), sampling=None, cache_salt="",
+        streaming=false, record_timestamps=false, record_logprobs=false))]
+    #[allow(clippy::too_many_arguments)] // keyword-only fields
+    fn submit_many(
+        &self,
+        py: Python<'_>,
+        tokens: PyBuffer<i64>,
+        lengths: PyBuffer<i64>,
+        max_new_tokens: PyBuffer<i64>,
+        n: u32,
+        eos: Vec<i32>,
+        sampling: Option<&Sampling>,
+        cache_salt: &str,
+        streaming: bool,
+        record_timestamps: bool,
+        record_logprobs: bool,
+    ) -> PyResult<u64> {
+        let (lengths, bounds) = (lengths.to_vec(py)?, max_new_tokens.to_vec(py)?);
+        let tokens =
+            tokens.as_slice(py).ok_or_else(|| PyValueError::new_err("the tokens must be contiguous"))?;
+        let whole = lengths.iter().try_fold(0_usize, |sum, &len| sum.checked_add(usize::try_from(len).ok()?));
+        if whole != Some(tokens.len()) || lengths.len() != bounds.len() || lengths.is_empty() {
+            return Err(PyValueError::new_err(format!(
+                "{} tokens in {} prompts with {} bounds: lengths must add up to the tokens, with a bound for each prompt",
+                tokens.len(),
+                lengths.len(),
+                bounds.len()
+            )));
+        }
+        let like = core::Request {
+            n,
+            eos: eos.into(),
+            sampling: sampling.map_or(core::Sampling::Greedy, |sampling| sampling.0),
+            cache_salt: cache_salt.to_owned(),
+            streaming,
+            record_timestamps,
+            record_logprobs,
+            ..core::Request::default()
+        };
+        // Copied while the GIL is held, as nobody else then writes them; checked and hashed when it is released.
+        let mut left = tokens;
+        let mut requests = Vec::with_capacity(lengths.len());
+        for (place, (&len, &max_new_tokens)) in lengths.iter().zip(&bounds).enumerate() {
+            let (prompt, rest) = left.split_at(len as usize);
+            left = rest;
+            let prompt = self.inbox.tokens(prompt.iter().map(|token| token.get()));
+            let prompt = prompt.map_err(|error| at_input(place, error))?;
+            requests.push(core::Request { prompt, max_new_tokens, ..like.clone() });
+        }
+        let submitted = py.detach(|| self.inbox.submit_all(requests));
+        submitted.map(core::RequestId::get).map_err(|(place, error)| at_input(place, error))
+    }
+
+    fn new_epoch(&self, py: Python<'_>) {
+        py.detach(|| self.lock().engine.new_epoch());
     }
 
     fn refuse(&self, py: Python<'_>, cause: &str, now: f64) -> u64 {

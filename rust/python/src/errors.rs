@@ -26,9 +26,18 @@ pub fn to_python(error: Error) -> PyErr {
         | Error::PromptExceedsPool { .. }
         | Error::PromptExceedsPositions { .. }
         | Error::InvalidMaxNewTokens { .. }
+        | Error::InvalidN { .. }
         | Error::InvalidConfig { .. } => PyValueError::new_err(message),
         Error::QueueFull { .. } => QueueFull::new_err(message),
         Error::Closed { .. } => EngineClosed::new_err(message),
         _ => PyRuntimeError::new_err(message),
+    }
+}
+
+/// The same, naming the input that is at fault.
+pub fn at_input(place: usize, error: Error) -> PyErr {
+    match error {
+        Error::QueueFull { .. } | Error::Closed { .. } => to_python(error),
+        _ => PyValueError::new_err(format!("inputs[{place}]: {error}")),
     }
 }

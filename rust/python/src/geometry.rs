@@ -1,12 +1,18 @@
 //! Kinds to groups.
 
-use chairlift_core::{Geometry, Kind};
+use chairlift_core::{EngineConfig, Geometry, Kind};
 use pyo3::prelude::*;
 
 use crate::errors::to_python;
 
 /// `(kind, first call, end call)` of each group.
 type Groups = Vec<(usize, u32, u32)>;
+
+/// The match unit of the prefix cache unless another is set.
+#[pyfunction]
+pub fn default_match_unit(page_size: u32) -> u32 {
+    EngineConfig::default_match_unit(page_size)
+}
 
 /// `[(num_calls, page_bytes)]` to `(block_bytes, padding_bytes, groups)`.
 #[pyfunction]

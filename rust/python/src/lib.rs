@@ -20,7 +20,7 @@ mod _native {
     #[pymodule_export]
     use crate::errors::{EngineClosed, QueueFull};
     #[pymodule_export]
-    use crate::geometry::split_into_groups;
+    use crate::geometry::{default_match_unit, split_into_groups};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

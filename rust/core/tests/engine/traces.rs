@@ -1,20 +1,16 @@
 //! Scheduling stories as data: each file of `traces/` tells a story and, indented, what the engine did.
 //!
 //! `engine NAME=VALUE ...` makes one, `submit`, `cancel N`, `step`, `abandon` and `fail` act on it. The indented lines
-//! are the plan log; after a change that means them to differ, `UPDATE_TRACES=1 cargo test --test traces` writes them
+//! are the plan log; after a change that means them to differ, `UPDATE_TRACES=1 cargo test --test engine traces` writes them
 //! anew, to be read before they are committed.
-
-#![allow(clippy::unwrap_used)]
-
-mod device;
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
+use crate::device::{Device, next_token};
 use chairlift_core::{
     Engine, EngineConfig, Finish, News, Policy, Reach, Request, RequestId, Results, Sampling, Slot,
 };
-use device::{Device, next_token};
 
 const VOCAB: u32 = 50;
 
@@ -227,7 +223,7 @@ fn retell(told: &str) -> String {
 
 #[test]
 fn every_story_goes_as_it_is_told() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/traces");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/engine/traces");
     let mut files: Vec<PathBuf> =
         std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
     files.sort();

@@ -3,21 +3,16 @@
 //! The twin predicts every row of every step, every event and the number of blocks in each state. The device checks
 //! that the arena leads each row to its own tokens.
 
-#![allow(clippy::unwrap_used)]
-
-mod device;
-mod twin;
-
+use crate::device::{Device, LastStep, next_token};
+use crate::twin::{Naive, NaiveSeq};
 use chairlift_core::{
     Engine, EngineConfig, Eviction, Finish, KEY_BITS, News, Policy, Reach, Request, RequestId, Results,
     Sampling, Slot, Stats,
 };
-use device::{Device, LastStep, next_token};
 use proptest::prelude::*;
 use proptest::test_runner::{RngSeed, TestRunner};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
-use twin::{Naive, NaiveSeq};
 
 const VOCAB: u32 = 50;
 

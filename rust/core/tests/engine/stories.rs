@@ -1,13 +1,9 @@
 //! Scheduling stories: one behaviour each, told by what the steps bring.
 
-#![allow(clippy::unwrap_used)]
-
-mod device;
-
+use crate::device::{Device, SeenRow, next_token};
 use chairlift_core::{
     Engine, EngineConfig, Error, Finish, News, Policy, Reach, Request, RequestId, Results, Sampling, Slot,
 };
-use device::{Device, SeenRow, next_token};
 
 const VOCAB: u32 = 50;
 
@@ -465,11 +461,11 @@ fn a_closed_inbox_and_a_full_queue_refuse_at_once() {
     story.submit(3, 1);
     story.submit(3, 1);
     let inbox = story.engine.inbox();
-    assert_eq!(inbox.submit(request(3, 1)), Err(Error::QueueFull { limit: 2 }));
+    assert_eq!(inbox.submit(request(3, 1)), Err(Error::QueueFull { waiting: 2, wanted: 1, limit: 2 }));
     inbox.close("stopped");
     assert_eq!(inbox.submit(request(3, 1)), Err(Error::Closed { cause: "stopped".into() }));
     inbox.reopen();
-    assert_eq!(inbox.submit(request(3, 1)), Err(Error::QueueFull { limit: 2 }));
+    assert_eq!(inbox.submit(request(3, 1)), Err(Error::QueueFull { waiting: 2, wanted: 1, limit: 2 }));
 }
 
 #[test]

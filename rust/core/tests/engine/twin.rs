@@ -352,8 +352,8 @@ impl Naive {
     fn release(&mut self, block: usize, tickets: Steps) {
         let released = self.blocks.get_mut(&block).unwrap();
         released.owners -= 1;
-        for slot in 0..2 {
-            if tickets[slot] && !released.busy[slot] {
+        for (slot, ticket) in tickets.into_iter().enumerate() {
+            if ticket && !released.busy[slot] {
                 released.busy[slot] = true;
                 self.waiting[slot].push(block);
             }

@@ -1,0 +1,174 @@
+"""The manager's books: labels and prompts of requests, from their submission until their last output is taken.
+
+Events of the engine become outputs here. It locks nothing: the manager does.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from chairlift import _native
+from chairlift.outputs import GenerationOutput, RequestStatus
+from chairlift.prompts import Prompts
+
+_STATUS = {
+    "stop": RequestStatus.FINISHED,
+    "length": RequestStatus.FINISHED,
+    "cancelled": RequestStatus.CANCELLED,
+    "error": RequestStatus.FAILED,
+}
+
+
+@dataclass
+class _Record:
+    """What is kept of a sequence."""
+
+    label: str
+    prompt: npt.NDArray[np.int64] | None
+    created: float
+    record_timestamps: bool
+    # What a streaming request produced so far.
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    timestamps: list[float] = field(default_factory=list)
+
+
+@dataclass
+class _Batch:
+    """Sequences that came together: no record is made before the first output of one is taken."""
+
+    labels: Sequence[str]
+    prompts: Prompts | None  # one for every `n` labels
+    n: int
+    created: float
+    record_timestamps: bool
+    left: int
+
+
+class Books:
+    """Which label stands for which sequence of the engine, and what its outputs carry."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {}
+        self._records: dict[int, _Record] = {}
+        self._batches: dict[int, _Batch] = {}
+        self._firsts: list[int] = []  # of the batches, rising
+        self._next_label = 0
+
+    def __contains__(self, label: str) -> bool:
+        return label in self._ids
+
+    def free_labels(self, count: int) -> list[str]:
+        """The next `req_N` that nobody has. They count as given once they are added."""
+        first = self._next_label
+        labels = [f"req_{number}" for number in range(first, first + count)]
+        if self._ids.keys().isdisjoint(labels):
+            return labels
+        # Somebody chose such a label.
+        labels = []
+        while len(labels) < count:
+            if (label := f"req_{first}") not in self._ids:
+                labels.append(label)
+            first += 1
+        return labels
+
+    def add(
+        self,
+        first: int,
+        labels: Sequence[str],
+        prompts: Prompts | None,
+        *,
+        n: int,
+        created: float,
+        record_timestamps: bool,
+        numbered: bool,
+    ) -> None:
+        """Enters sequences, whose ids follow one another.
+
+        Args:
+            first: Id of the first.
+            labels: Their labels.
+            prompts: The prompts, where outputs need them before the end or the engine does not have them.
+            n: Labels for each prompt.
+            created: When they were submitted.
+            record_timestamps: Whether their outputs carry the time of each token.
+            numbered: Whether the labels are from `free_labels`.
+        """
+        self._ids.update(zip(labels, range(first, first + len(labels)), strict=True))
+        if len(labels) == n:
+            prompt = None if prompts is None else prompts[0]
+            for sequence, label in enumerate(labels, first):
+                self._records[sequence] = _Record(label, prompt, created, record_timestamps)
+        else:
+            self._batches[first] = _Batch(labels, prompts, n, created, record_timestamps, len(labels))
+            self._firsts.append(first)
+        if numbered:
+            self._next_label = int(labels[-n].removeprefix("req_")) + 1
+
+    def id_of(self, label: str) -> int:
+        """The id of a sequence.
+
+        Raises:
+            KeyError: No request of that label is in flight or has an output to be taken.
+        """
+        if label not in self._ids:
+            raise KeyError(f"no request {label!r}: it was never added, or its last output was taken")
+        return self._ids[label]
+
+    def is_open(self, sequence: int) -> bool:
+        """Whether the last output of a sequence is still to be taken."""
+        record = self._records.get(sequence) or self._of_batch(sequence)
+        return record is not None and self._ids.get(record.label) == sequence
+
+    def output(self, event: _native.Event) -> GenerationOutput:
+        """What a reader gets for an event that it took. With the last one of a sequence its label is free again."""
+        record = self._records.get(event.request) or self._of_batch(event.request)
+        if record is None:
+            raise AssertionError(f"an event of sequence {event.request}, which nobody submitted")
+        prompt = event.prompt if record.prompt is None else record.prompt.tolist()
+        output = GenerationOutput(record.label, prompt, created_time=record.created)
+        reason = event.finish_reason
+        if reason is None:
+            self._records[event.request] = record
+            record.tokens.extend(event.tokens)
+            record.logprobs.extend(event.logprobs)
+            record.timestamps.extend(event.timestamps)
+            output.generated_tokens, output.logprobs = record.tokens[:], record.logprobs[:]
+            output.status = RequestStatus.DECODING
+            output.timestamps = record.timestamps[:] if record.record_timestamps else None
+            return output
+        self._close(event.request, record)
+        output.generated_tokens, output.logprobs = event.tokens, event.logprobs
+        output.timestamps = event.timestamps if record.record_timestamps else None
+        output.finish_reason = reason  # type: ignore[assignment]  # one of the four
+        output.status = _STATUS[reason]
+        output.error = event.error
+        output.cached_tokens = event.cached_tokens
+        started, ended = event.started, event.ended
+        output.lifespan = (-1 if started is None else started, -1 if ended is None else ended)
+        return output
+
+    def _of_batch(self, sequence: int) -> _Record | None:
+        at = bisect_right(self._firsts, sequence) - 1
+        if at < 0:
+            return None
+        first = self._firsts[at]
+        batch, place = self._batches[first], sequence - first
+        if place >= len(batch.labels):
+            return None
+        prompt = None if batch.prompts is None else batch.prompts[place // batch.n]
+        return _Record(batch.labels[place], prompt, batch.created, batch.record_timestamps)
+
+    def _close(self, sequence: int, record: _Record) -> None:
+        del self._ids[record.label]
+        self._records.pop(sequence, None)
+        at = bisect_right(self._firsts, sequence) - 1
+        if at < 0 or sequence >= self._firsts[at] + len(self._batches[self._firsts[at]].labels):
+            return  # it came alone
+        batch = self._batches[self._firsts[at]]
+        batch.left -= 1
+        if not batch.left:
+            del self._batches[self._firsts[at]], self._firsts[at]
