@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from chairlift import _native
 from peers import describe_cpu, installed_version
-from plain_engine import PlainEngine, check_equal_work
+from plain_engine import PlainEngine, PlannedStep, check_equal_work
 
 PAGE_SIZE = 256
 VOCAB_SIZE = 50_000
@@ -33,8 +33,8 @@ STEPS = 60
 PEER_RUNNING = (64, 256, 1024)
 PEER_CONTEXT = 512
 RATIOS_AT = 256
-# As on our side there is no prefix cache to keep.
-PREFIX_SHARING = False
+# Both keep their prefix caches up to date.
+PREFIX_SHARING = True
 
 BLOCK_TABLE, VARLEN = "transformers, block table", "transformers, varlen"
 CHAIRLIFT, PLAIN = "chairlift", "plain Python"
@@ -43,7 +43,7 @@ CONDITIONS = f"""\
 steps:         decodes alone, greedy, page {PAGE_SIZE}, contexts from 0.5 to 1.5 of the mean; no forward, no sampling
 chairlift:     `advance`: commit of the last step, and the plan of the next one in the arena"""
 PEER_CONDITIONS = f"""\
-plain Python:  the same work by benches/plain_engine.py; its arenas were equal in a story of {{compared}} steps
+plain Python:  the same by benches/plain_engine.py, without a prefix cache; its arenas were equal in {{compared}} steps
 transformers:  `prepare_next_batch` (schedule_batch and preparation of the inputs) and `update_batch` of its own batch
                processor, synchronous loop; no attention mask, one torch thread,
                prefix sharing {"on" if PREFIX_SHARING else "off"}
@@ -91,6 +91,13 @@ def engine_config(**sizes: Any) -> _native.EngineConfig:
     return _native.EngineConfig(groups=[("full", 0)], safety_margin=0.0, **sizes)
 
 
+def check_step(step: _native.Step | PlannedStep | None, load: Load) -> None:
+    """Every sequence decodes, or what was timed is something else."""
+    shape = None if step is None else (step.rows, step.decodes, step.tokens, step.sampled)
+    if shape != (load.running,) * 4:
+        raise RuntimeError(f"not a step of {load.running} decodes: {shape}")
+
+
 def chairlift_us(load: Load) -> float:
     """Microseconds of one `advance` with that load, the median of `STEPS`."""
     engine = _native.Engine(engine_config(**load.sizes()))
@@ -110,8 +117,7 @@ def chairlift_us(load: Load) -> float:
         start = time.perf_counter_ns()
         step = engine.advance(0, 0, now)
         times.append((time.perf_counter_ns() - start) / 1000)
-        if step is None or step.shape[:4] != (load.running,) * 4:
-            raise RuntimeError(f"not a step of {load.running} decodes: {step and step.shape}")
+        check_step(step, load)
         while engine.take_next() is not None:
             pass
     return median(times)
@@ -132,8 +138,7 @@ def plain_us(load: Load) -> float:
         start = time.perf_counter_ns()
         step = engine.advance(commit=True)
         times.append((time.perf_counter_ns() - start) / 1000)
-        if step is None or step.shape[:4] != (load.running,) * 4:
-            raise RuntimeError(f"not a step of {load.running} decodes: {step and step.shape}")
+        check_step(step, load)
     return median(times)
 
 

@@ -20,12 +20,10 @@ impl Engine {
             return Err(Error::SlotMisused { slot, problem });
         }
         let Some(mut flight) = self.in_flight[slot.index()].take() else { return Ok(()) };
-        let sampled = flight.entries.iter().filter(|entry| entry.sampled).count();
-        let wants = |id| self.seqs.get(id).is_some_and(|seq| seq.record_logprobs);
-        let wants_logprobs = flight.entries.iter().any(|entry| entry.sampled && wants(entry.id));
+        let sampled = flight.sampled;
         let short = [
             ("token buffer", results.tokens.len(), true),
-            ("logprob buffer", results.logprobs.len(), wants_logprobs),
+            ("logprob buffer", results.logprobs.len(), flight.wants_logprobs),
         ]
         .into_iter()
         .find(|&(_, have, wanted)| wanted && have < sampled);
@@ -35,7 +33,7 @@ impl Engine {
         }
 
         for &id in &flight.victims {
-            if let Some(swapped) = self.seqs.get_mut(id).and_then(|seq| seq.swapped.as_mut()) {
+            if let Some(swapped) = self.seqs.get_mut(id).and_then(|seq| seq.rest.swapped.as_mut()) {
                 swapped.in_flight.remove(slot);
             }
         }
@@ -47,24 +45,23 @@ impl Engine {
             let Some(seq) = self.seqs.get_mut(entry.id) else { continue };
             seq.in_flight.remove(slot);
             seq.computed += entry.len;
-            if seq.swapped.is_some() {
-                // It is back, and so is everything that it left.
-                self.drop_swapped(entry.id);
-                Counters::add(&self.counters.swap_ins, 1);
-            }
-            let seq = &mut self.seqs[entry.id];
-            seq.news.drain(..entry.news as usize);
-            seq.news_sent -= entry.news;
-            if entry.arrival != Arrival::No && seq.shares {
-                // An arrival starts where its hit ends.
-                Counters::add(&self.counters.cached_tokens, u64::from(entry.start));
-                Counters::add(&self.counters.looked_up_tokens, u64::from(seq.prefill_len));
+            if entry.news > 0 {
+                seq.news.drain(..entry.news as usize);
+                seq.news_sent -= entry.news;
             }
             if entry.phase_before == Phase::Prefilling {
                 prompt_tokens += u64::from(entry.len);
             }
-            self.publish(entry.id);
-            self.forget_pages(entry.id);
+            let (unit_is_complete, forgets) = (seq.computed >= seq.unit_end, seq.forgets);
+            if entry.arrival != Arrival::No {
+                self.has_arrived(entry.id, entry.start);
+            }
+            if unit_is_complete {
+                self.publish(entry.id);
+            }
+            if forgets {
+                self.forget_pages(entry.id);
+            }
             if !entry.sampled {
                 continue;
             }
@@ -80,9 +77,11 @@ impl Engine {
             }
             seq.tokens.push(token);
             let logprob = logprob.filter(|_| seq.record_logprobs);
-            seq.logprobs.extend(logprob);
+            if seq.record_logprobs {
+                seq.rest.logprobs.extend(logprob);
+            }
             if seq.record_timestamps {
-                seq.timestamps.push(now);
+                seq.rest.timestamps.push(now);
             }
             if let Some(finish) = seq.end() {
                 self.end(entry.id, finish, now);
@@ -102,6 +101,20 @@ impl Engine {
         Counters::add(&self.counters.generated_tokens, generated);
         self.spare.push(flight);
         Ok(())
+    }
+
+    /// An arrival's first step is in.
+    fn has_arrived(&mut self, id: SeqId, start: u32) {
+        let rest = &self.seqs[id].rest;
+        if rest.swapped.is_some() {
+            // It is back, and so is everything that it left.
+            self.drop_swapped(id);
+            Counters::add(&self.counters.swap_ins, 1);
+        } else if rest.shares {
+            // It started where its hit ended.
+            Counters::add(&self.counters.cached_tokens, u64::from(start));
+            Counters::add(&self.counters.looked_up_tokens, u64::from(rest.prefill_len));
+        }
     }
 
     /// Whoever waited for the step of a slot has waited long enough.
@@ -151,15 +164,16 @@ impl Engine {
             seq.phase = entry.phase_before;
             seq.news_sent -= entry.news;
             self.ledger.release_tail(&mut seq.blocks, entry.blocks_before as usize, seq.in_flight);
+            seq.held = entry.blocks_before / self.config.num_groups() * self.config.page_size;
             let there = seq.blocks.len() as u32;
             seq.news.retain(|&place| place < there);
             if entry.arrival == Arrival::No {
                 continue;
             }
             if entry.arrival == Arrival::Fresh {
-                seq.started = None;
-                seq.admitted = 0;
-                seq.cached_tokens = 0;
+                seq.rest.started = None;
+                seq.rest.admitted = 0;
+                seq.rest.cached_tokens = 0;
                 self.admissions -= 1;
                 self.inbox.back_in_queue();
             }
@@ -167,7 +181,7 @@ impl Engine {
         }
         // Whether their K and V reached the host before the step broke, nobody knows.
         for &id in &flight.victims {
-            if self.seqs.get(id).is_some_and(|seq| seq.swapped.is_some()) {
+            if self.seqs.get(id).is_some_and(|seq| seq.rest.swapped.is_some()) {
                 self.drop_swapped(id);
                 Counters::add(&self.counters.soft_resets, 1);
             }
@@ -182,8 +196,9 @@ impl Engine {
         self.stop_sharing(id);
         let seq = &mut self.seqs[id];
         self.ledger.release_tail(&mut seq.blocks, 0, seq.in_flight);
+        seq.held = 0;
         seq.news.clear();
-        seq.forgotten.fill(0);
+        seq.rest.forgotten.fill(0);
         (seq.computed, seq.planned) = (0, 0);
         seq.phase = Phase::Pending;
         if let Some(row) = seq.row.take() {
@@ -195,7 +210,7 @@ impl Engine {
 
     /// Frees what a sequence left on the host.
     pub(crate) fn drop_swapped(&mut self, id: SeqId) {
-        if let Some(swapped) = self.seqs[id].swapped.take() {
+        if let Some(swapped) = self.seqs[id].rest.swapped.take() {
             self.swap.release(swapped);
             self.num_swapped -= 1;
         }
@@ -208,29 +223,27 @@ impl Engine {
         let num_groups = self.config.groups.len();
         let ledger = &mut self.ledger;
         let seq = &mut self.seqs[id];
-        if !seq.shares || seq.computed < (seq.published + 1) * match_unit as u32 {
-            return;
-        }
-        while seq.computed >= (seq.published + 1) * match_unit as u32 {
-            let unit = seq.published as usize;
+        while seq.computed >= seq.unit_end {
+            let unit = seq.rest.published as usize;
             let end = (unit + 1) * match_unit;
-            let tokens = &seq.tokens[unit * match_unit..end];
-            if seq.keys.len() == unit {
-                let before = if unit == 0 { seq.root } else { seq.keys[unit - 1] };
-                seq.keys.push(self.hasher.next(before, tokens));
+            let tokens = &seq.tokens.whole()[unit * match_unit..end];
+            if seq.rest.keys.len() == unit {
+                let before = if unit == 0 { seq.rest.root } else { seq.rest.keys[unit - 1] };
+                seq.rest.keys.push(self.hasher.next(before, tokens));
             }
-            let key = seq.keys[unit];
-            let node = match ledger.index.find(seq.tip, seq.root, key, tokens) {
+            let key = seq.rest.keys[unit];
+            let node = match ledger.index.find(seq.rest.tip, seq.rest.root, key, tokens) {
                 Found::Node(node) => node,
-                Found::Nothing => ledger.index.insert(seq.tip, seq.root, key, tokens),
+                Found::Nothing => ledger.index.insert(seq.rest.tip, seq.rest.root, key, tokens),
                 // Another text has the key. What follows could not be found either.
                 Found::Collision => return self.stop_sharing(id),
             };
             ledger.index.hold(node);
-            if let Some(before) = seq.tip.replace(node) {
+            if let Some(before) = seq.rest.tip.replace(node) {
                 ledger.index.let_go(before);
             }
-            seq.published += 1;
+            seq.rest.published += 1;
+            seq.unit_end += match_unit as u32;
             for group in 0..num_groups {
                 let place = unit * match_unit / page_size * num_groups + group;
                 let own = seq.blocks[place];
@@ -254,15 +267,15 @@ impl Engine {
     pub(crate) fn claim_next_unit(&mut self, id: SeqId) {
         self.produces_no_more(id);
         let seq = &mut self.seqs[id];
-        if (seq.published + 1) * self.config.match_unit <= seq.prefill_len {
-            let key = seq.keys[seq.published as usize];
+        if (seq.rest.published + 1) * self.config.match_unit <= seq.rest.prefill_len {
+            let key = seq.rest.keys[seq.rest.published as usize];
             *self.producers.entry(key).or_default() += 1;
-            seq.producing = Some(key);
+            seq.rest.producing = Some(key);
         }
     }
 
     fn produces_no_more(&mut self, id: SeqId) {
-        let Some(key) = self.seqs[id].producing.take() else { return };
+        let Some(key) = self.seqs[id].rest.producing.take() else { return };
         if let Some(count) = self.producers.get_mut(&key) {
             *count -= 1;
             if *count == 0 {
@@ -275,9 +288,10 @@ impl Engine {
     pub(crate) fn stop_sharing(&mut self, id: SeqId) {
         self.produces_no_more(id);
         let seq = &mut self.seqs[id];
-        seq.shares = false;
-        seq.published = 0;
-        if let Some(tip) = seq.tip.take() {
+        seq.rest.shares = false;
+        seq.rest.published = 0;
+        seq.unit_end = u32::MAX;
+        if let Some(tip) = seq.rest.tip.take() {
             self.ledger.index.let_go(tip);
         }
     }
@@ -286,7 +300,7 @@ impl Engine {
     fn forget_pages(&mut self, id: SeqId) {
         let seq = &mut self.seqs[id];
         let num_groups = self.config.groups.len();
-        for (group, forgotten) in seq.forgotten.iter_mut().enumerate() {
+        for (group, forgotten) in seq.rest.forgotten.iter_mut().enumerate() {
             let first_seen = self.config.groups[group].first_seen(seq.computed) / self.config.page_size;
             for page in *forgotten..first_seen.min((seq.blocks.len() / num_groups) as u32) {
                 let place = page as usize * num_groups + group;

@@ -20,7 +20,7 @@ use crate::pool::Tickets;
 use crate::prefix::ByKey;
 use crate::queue::WaitingQueue;
 use crate::rows::Rows;
-use crate::sequence::{Finish, Phase, Request, Sequence};
+use crate::sequence::{Finish, Phase, Request, Rest, Sequence};
 use crate::swap::{SwapId, SwapPool};
 
 /// A planned step: its shape and where its parts lie in the arena.
@@ -71,6 +71,9 @@ pub(crate) struct Flight {
     /// Counts the steps as they are planned.
     pub number: u64,
     pub entries: Vec<Entry>,
+    /// Rows that a token is sampled for, and whether some of them record its logprob.
+    pub sampled: usize,
+    pub wants_logprobs: bool,
     /// Blocks that it copies, from and to. It owns those it copies from until it is in.
     pub copies: Vec<(BlockId, BlockId)>,
     /// Blocks that it copies to the host and back.
@@ -83,6 +86,7 @@ pub(crate) struct Flight {
 impl Flight {
     pub fn clear(&mut self) {
         self.entries.clear();
+        (self.sampled, self.wants_logprobs) = (0, false);
         self.copies.clear();
         self.swap_outs.clear();
         self.swap_ins.clear();
@@ -368,43 +372,50 @@ impl Engine {
         let forgotten = if self.config.has_windows() { self.config.groups.len() } else { 0 };
         let id = self.seqs.insert(Sequence {
             request,
-            parent: first,
-            phase: Phase::Pending,
-            tokens: what.prompt,
-            prompt_len,
-            priority: what.priority,
-            computed: 0,
-            planned: 0,
-            pending: 0,
-            sampled_at: [0; 2],
-            in_flight: Tickets::NONE,
-            max_len: wanted.min(u64::from(self.longest)) as u32,
+            tokens: what.prompt.into(),
             blocks: Vec::new(),
             news: Vec::new(),
-            news_sent: 0,
-            forgotten: vec![0; forgotten],
-            row: None,
-            admitted: 0,
-            passed_over: 0,
-            prefill_len: 0,
-            root,
-            keys,
-            shares: false,
-            published: 0,
-            tip: None,
-            producing: None,
-            cached_tokens: 0,
-            epoch: 0,
-            swapped: None,
-            eos: what.eos,
-            sampling: what.sampling,
             draw_key: mix(seed ^ mix(child)),
+            row: None,
+            news_sent: 0,
+            computed: 0,
+            planned: 0,
+            held: 0,
+            pending: 0,
+            sampled_at: [0; 2],
+            max_len: wanted.min(u64::from(self.longest)) as u32,
+            unit_end: u32::MAX,
+            first_eos: what.eos.first().copied().unwrap_or(-1),
+            phase: Phase::Pending,
+            in_flight: Tickets::NONE,
             streaming: what.streaming,
             record_timestamps: what.record_timestamps,
             record_logprobs: what.record_logprobs,
-            logprobs: Vec::new(),
-            timestamps: Vec::new(),
-            started: None,
+            forgets: forgotten > 0,
+            more_eos: what.eos.len() > 1,
+            rest: Box::new(Rest {
+                parent: first,
+                prompt_len,
+                priority: what.priority,
+                forgotten: vec![0; forgotten],
+                admitted: 0,
+                passed_over: 0,
+                prefill_len: 0,
+                root,
+                keys,
+                shares: false,
+                published: 0,
+                tip: None,
+                producing: None,
+                cached_tokens: 0,
+                epoch: 0,
+                swapped: None,
+                eos: what.eos,
+                sampling: what.sampling,
+                logprobs: Vec::new(),
+                timestamps: Vec::new(),
+                started: None,
+            }),
         });
         self.by_request.insert(request, id);
         self.queue.push(id, &self.seqs[id]);
@@ -420,10 +431,10 @@ impl Engine {
         self.drop_swapped(id);
         let Some(mut seq) = self.seqs.remove(id) else { return };
         self.by_request.remove(&seq.request);
-        if let Some((_, living)) = self.families.get_mut(&seq.parent) {
+        if let Some((_, living)) = self.families.get_mut(&seq.rest.parent) {
             *living -= 1;
             if *living == 0 {
-                self.families.remove(&seq.parent);
+                self.families.remove(&seq.rest.parent);
             }
         }
         self.ledger.release_tail(&mut seq.blocks, 0, seq.in_flight);
@@ -431,7 +442,7 @@ impl Engine {
             Some(row) => self.rows.give_back(row, seq.in_flight),
             None => {
                 self.queue.remove(&seq);
-                if seq.admitted == 0 {
+                if seq.rest.admitted == 0 {
                     self.inbox.left_queue();
                 }
             }
@@ -442,8 +453,9 @@ impl Engine {
             Finish::Failed(_) => &self.counters.failed,
         };
         Counters::add(counter, 1);
-        let tokens = seq.tokens.split_off(seq.prompt_len as usize);
-        let Sequence { tokens: mut prompt, logprobs, timestamps, cached_tokens, started, request, .. } = seq;
+        let Sequence { tokens, request, rest, .. } = seq;
+        let (mut prompt, tokens) = tokens.split(rest.prompt_len as usize);
+        let Rest { logprobs, timestamps, cached_tokens, started, .. } = *rest;
         // It had room for all that was to come.
         prompt.shrink_to_fit();
         let output =

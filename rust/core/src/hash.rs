@@ -1,6 +1,7 @@
 //! Keys of the prefix cache: a chain of keyed hashes over match units, from a root that tells salt and adapter apart.
 //!
-//! A key only leads to an entry; what is shared is decided by comparing tokens.
+//! A key only leads to an entry; what is shared is decided by comparing tokens. The key of a unit hashes its tokens under
+//! the key before it and a secret of the engine: two compressions for 32 tokens.
 
 use crate::config::EngineConfig;
 use crate::group::Reach;
@@ -52,8 +53,9 @@ impl PrefixHasher {
     /// The key of a match unit that follows another, or the root.
     pub fn next(&self, before: Key, tokens: &[i32]) -> Key {
         debug_assert_eq!(tokens.len(), self.match_unit);
-        let mut hasher = blake3::Hasher::new_keyed(&self.secret);
-        hasher.update(&before.to_le_bytes());
+        let mut secret = self.secret;
+        secret[..16].copy_from_slice(&before.to_le_bytes());
+        let mut hasher = blake3::Hasher::new_keyed(&secret);
         let mut bytes = [0; 4 * 32];
         for part in tokens.chunks(32) {
             for (token, place) in part.iter().zip(bytes.chunks_exact_mut(4)) {
@@ -84,9 +86,9 @@ impl PrefixHasher {
 }
 
 fn short(hasher: &blake3::Hasher) -> Key {
-    let mut bytes = [0; 16];
-    hasher.finalize_xof().fill(&mut bytes);
-    Key::from_le_bytes(bytes)
+    let hash = hasher.finalize();
+    let (low, _) = hash.as_bytes().split_at(16);
+    low.iter().rev().fold(0, |key, &byte| key << 8 | Key::from(byte))
 }
 
 #[cfg(test)]

@@ -63,7 +63,7 @@ impl Engine {
                 rows.len()
             ));
         }
-        if !self.active.is_sorted_by(|&a, &b| self.seqs[a].admitted < self.seqs[b].admitted) {
+        if !self.active.is_sorted_by(|&a, &b| self.seqs[a].rest.admitted < self.seqs[b].rest.admitted) {
             return corrupt("active sequences are not in order of admission".into());
         }
         let queued =
@@ -74,8 +74,8 @@ impl Engine {
                 self.queue.len()
             ));
         }
-        self.ledger.check(&references, self.seqs.values().filter_map(|seq| seq.tip))?;
-        self.swap.check(self.seqs.values().filter_map(|seq| seq.swapped.as_ref()))?;
+        self.ledger.check(&references, self.seqs.values().filter_map(|seq| seq.rest.tip))?;
+        self.swap.check(self.seqs.values().filter_map(|seq| seq.rest.swapped.as_ref()))?;
         self.check_flights()
     }
 
@@ -101,18 +101,27 @@ impl Engine {
                     seq.request, seq.computed, seq.planned, seq.pending, seq.news_sent
                 ));
             }
-            let units = seq.published * self.config.match_unit;
-            if units > seq.computed || (seq.published > 0) != seq.tip.is_some() {
+            let unit_end =
+                if seq.rest.shares { (seq.rest.published + 1) * self.config.match_unit } else { u32::MAX };
+            let held = seq.blocks.len() as u32 / self.config.num_groups() * self.config.page_size;
+            if (seq.unit_end, seq.held) != (unit_end, held) {
+                return corrupt(format!(
+                    "request {}: holds {held} tokens, counted as {}, and its unit ends at {unit_end}, not {}",
+                    seq.request, seq.held, seq.unit_end
+                ));
+            }
+            let units = seq.rest.published * self.config.match_unit;
+            if units > seq.computed || (seq.rest.published > 0) != seq.rest.tip.is_some() {
                 return corrupt(format!(
                     "request {}: {units} of {} tokens published",
                     seq.request, seq.computed
                 ));
             }
-            if seq.producing.is_some_and(|key| !self.producers.contains_key(&key)) {
+            if seq.rest.producing.is_some_and(|key| !self.producers.contains_key(&key)) {
                 return corrupt(format!("request {} does not stand among the producers", seq.request));
             }
         }
-        let producing = self.seqs.values().filter(|seq| seq.producing.is_some()).count();
+        let producing = self.seqs.values().filter(|seq| seq.rest.producing.is_some()).count();
         let listed: u32 = self.producers.values().sum();
         if producing as u32 != listed {
             return corrupt(format!("{producing} sequences produce, {listed} are listed"));
@@ -132,7 +141,7 @@ impl Engine {
             ));
         }
         for (group, reach) in self.config.groups.iter().enumerate() {
-            let forgotten = seq.forgotten.get(group).copied().unwrap_or(0);
+            let forgotten = seq.rest.forgotten.get(group).copied().unwrap_or(0);
             let unseen =
                 if seq.computed == 0 { 0 } else { reach.first_seen(seq.computed) / self.config.page_size };
             let of_group = seq.blocks.iter().skip(group).step_by(self.config.groups.len());

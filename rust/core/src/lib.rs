@@ -50,6 +50,7 @@ mod rows;
 mod sequence;
 mod swap;
 mod sync;
+mod text;
 
 pub use arena::{ArenaLayout, DRAW_WIDTH, PAIR_WIDTH, ROW_CHANGE_WIDTH, StepShape, TABLE_CHANGE_WIDTH};
 pub use config::{EngineConfig, Eviction, Policy};

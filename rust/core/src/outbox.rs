@@ -117,7 +117,12 @@ impl Shelf {
     }
 
     fn take(&mut self, request: RequestId) -> Option<Event> {
-        let (_, news) = self.by_request.get_mut(&request)?.pop_front()?;
+        let events = self.by_request.get_mut(&request)?;
+        let (_, news) = events.pop_front()?;
+        if events.is_empty() {
+            // Back to its beginning: the next event of a stream comes to where the last one was, still in the cache.
+            events.clear();
+        }
         self.len -= 1;
         if matches!(news, News::End(_)) {
             self.by_request.remove(&request);

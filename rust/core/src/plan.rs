@@ -71,7 +71,7 @@ impl Engine {
         flight.swap_outs.append(&mut self.swap.unsent);
         flight.victims.append(&mut self.unsent_victims);
         for &id in &flight.victims {
-            if let Some(swapped) = self.seqs.get_mut(id).and_then(|seq| seq.swapped.as_mut()) {
+            if let Some(swapped) = self.seqs.get_mut(id).and_then(|seq| seq.rest.swapped.as_mut()) {
                 swapped.in_flight.add(slot);
             }
         }
@@ -120,7 +120,7 @@ impl Engine {
     }
 
     fn choose_decodes(&mut self, flight: &mut Flight, budget: &mut Budget) {
-        let count = self.active.len();
+        let (count, num_groups) = (self.active.len(), self.config.num_groups());
         let start = if self.decode_cursor < count { self.decode_cursor } else { 0 };
         self.decode_cursor = 0;
         for at in (start..count).chain(0..start) {
@@ -131,8 +131,8 @@ impl Engine {
                 continue;
             }
             let reads = self.reads(seq.planned, 1);
-            if budget.tokens == 0 || reads > budget.cache_reads || self.changes(id, 1) > budget.table_changes
-            {
+            let changes = seq.unsent().len() as u32 + if seq.planned < seq.held { 0 } else { num_groups };
+            if budget.tokens == 0 || reads > budget.cache_reads || changes > budget.table_changes {
                 // The ones that this step leaves out are first in the next.
                 budget.left_out = true;
                 if self.decode_cursor == 0 {
@@ -187,7 +187,7 @@ impl Engine {
             let changes = (offer.computed + chunk).div_ceil(page_size) * self.config.num_groups();
             if chunk == 0 || offer.blocks > self.ledger.pool.available() || changes > budget.table_changes {
                 if at == 0 {
-                    if self.seqs[id].passed_over >= MAX_PASSED_OVER {
+                    if self.seqs[id].rest.passed_over >= MAX_PASSED_OVER {
                         break;
                     }
                     head_passed_over = Some(id);
@@ -197,10 +197,10 @@ impl Engine {
             };
             self.queue.remove(&self.seqs[id]);
             if let Some(head) = head_passed_over.take() {
-                self.seqs[head].passed_over += 1;
+                self.seqs[head].rest.passed_over += 1;
             }
             let arrival = self.give_row(id, now);
-            match self.seqs[id].swapped {
+            match self.seqs[id].rest.swapped {
                 Some(_) => self.take_back(id, flight),
                 None => self.take_hit(id, offer.hit, arrival, flight),
             }
@@ -218,7 +218,7 @@ impl Engine {
         let seq = &mut self.seqs[id];
         let len = seq.known();
         let whole = self.config.blocks_to_hold(len);
-        if let Some(swapped) = &seq.swapped {
+        if let Some(swapped) = &seq.rest.swapped {
             let computed = swapped.computed;
             let (mut shared, mut available) = (0, 0);
             self.look_up_swapped(id);
@@ -231,14 +231,15 @@ impl Engine {
         if !self.ledger.index.is_on() {
             return Some(Offer { hit: Hit::default(), computed: 0, blocks: whole });
         }
-        self.hasher.extend(seq.root, &mut seq.keys, &seq.tokens);
+        let text = seq.tokens.whole();
+        self.hasher.extend(seq.rest.root, &mut seq.rest.keys, text);
+        let mut hits = self.ledger.index.longest_hits(seq.rest.root, &seq.rest.keys, text);
         let seq = &self.seqs[id];
-        let mut hits = self.ledger.index.longest_hits(seq.root, &seq.keys, &seq.tokens);
         let pages = |hit: u32| hit.div_ceil(self.config.page_size) * self.config.num_groups();
         if pages(hits[0].tokens) > self.table_changes / 2 {
             hits = Default::default();
         }
-        let next = seq.keys.get((hits[0].tokens / self.config.match_unit) as usize);
+        let next = seq.rest.keys.get((hits[0].tokens / self.config.match_unit) as usize);
         if next.is_some_and(|key| self.producers.contains_key(key)) {
             return None;
         }
@@ -295,24 +296,26 @@ impl Engine {
         let seq = &mut self.seqs[id];
         seq.news.extend(0..blocks.len() as u32);
         seq.blocks = blocks;
+        seq.held = hit.tokens.next_multiple_of(page_size);
         (seq.computed, seq.planned) = (hit.tokens, hit.tokens);
-        for (forgotten, reach) in seq.forgotten.iter_mut().zip(&self.config.groups) {
+        for (forgotten, reach) in seq.rest.forgotten.iter_mut().zip(&self.config.groups) {
             *forgotten = reach.first_seen(hit.tokens) / page_size;
         }
-        seq.prefill_len = seq.tokens.len() as u32;
-        seq.epoch = self.epoch;
+        seq.rest.prefill_len = seq.tokens.len() as u32;
+        seq.rest.epoch = self.epoch;
         if arrival == Arrival::Fresh {
-            seq.cached_tokens = hit.tokens;
+            seq.rest.cached_tokens = hit.tokens;
         }
         let most = (seq.max_len.min(RESERVED_TOKENS) as usize).saturating_sub(seq.tokens.len());
         seq.tokens.reserve(most);
-        seq.shares = self.ledger.index.is_on();
-        if seq.shares {
-            seq.published = hit.tokens / match_unit;
-            if seq.published > 0 {
-                let tip = self.ledger.index.node_of_last_hit(seq.published - 1);
+        seq.rest.shares = self.ledger.index.is_on();
+        if seq.rest.shares {
+            seq.rest.published = hit.tokens / match_unit;
+            seq.unit_end = (seq.rest.published + 1) * match_unit;
+            if seq.rest.published > 0 {
+                let tip = self.ledger.index.node_of_last_hit(seq.rest.published - 1);
                 self.ledger.index.hold(tip);
-                seq.tip = Some(tip);
+                seq.rest.tip = Some(tip);
             }
             self.claim_next_unit(id);
         }
@@ -321,10 +324,11 @@ impl Engine {
     /// Looks up which pages that a victim left on the host are still in the cache.
     fn look_up_swapped(&mut self, id: SeqId) {
         let seq = &mut self.seqs[id];
-        let same_weights = seq.swapped.as_ref().is_some_and(|swapped| swapped.epoch == self.epoch);
+        let same_weights = seq.rest.swapped.as_ref().is_some_and(|swapped| swapped.epoch == self.epoch);
         if same_weights && self.ledger.index.is_on() {
-            self.hasher.extend(seq.root, &mut seq.keys, &seq.tokens);
-            self.ledger.index.longest_hits(seq.root, &seq.keys, &seq.tokens);
+            let text = seq.tokens.whole();
+            self.hasher.extend(seq.rest.root, &mut seq.rest.keys, text);
+            self.ledger.index.longest_hits(seq.rest.root, &seq.rest.keys, text);
         } else {
             self.ledger.index.look_up_nothing();
         }
@@ -333,7 +337,7 @@ impl Engine {
     /// Calls back for each whole page of a victim that is still in the cache, with its place in the block table.
     fn blocks_of_swapped(&self, id: SeqId, mut each: impl FnMut(usize, BlockId)) {
         let (num_groups, page_size) = (self.config.groups.len(), self.config.page_size);
-        let Some(swapped) = &self.seqs[id].swapped else { return };
+        let Some(swapped) = &self.seqs[id].rest.swapped else { return };
         let whole_pages = (swapped.computed / page_size) as usize;
         for (place, swap) in swapped.blocks.iter().enumerate().take(whole_pages * num_groups) {
             if swap.is_some()
@@ -350,7 +354,7 @@ impl Engine {
         let num_groups = self.config.groups.len();
         let trash = self.ledger.pool.read_trash();
         let seq = &mut self.seqs[id];
-        let Some(swapped) = &seq.swapped else { return };
+        let Some(swapped) = &seq.rest.swapped else { return };
         let mut blocks = std::mem::take(&mut seq.blocks);
         blocks.resize(swapped.blocks.len(), trash);
         self.blocks_of_swapped(id, |place, block| blocks[place] = block);
@@ -358,7 +362,7 @@ impl Engine {
             self.ledger.share(block);
         }
         let seq = &mut self.seqs[id];
-        let Some(swapped) = &seq.swapped else { return };
+        let Some(swapped) = &seq.rest.swapped else { return };
         for (place, &swap) in swapped.blocks.iter().enumerate() {
             if let Some(swap) = swap.filter(|_| blocks[place] == trash)
                 && let Some(block) = self.ledger.allocate(place % num_groups)
@@ -368,15 +372,19 @@ impl Engine {
             }
         }
         (seq.computed, seq.planned) = (swapped.computed, swapped.computed);
-        seq.epoch = swapped.epoch;
-        seq.shares = self.ledger.index.is_on() && seq.epoch == self.epoch;
+        seq.rest.epoch = swapped.epoch;
+        seq.rest.shares = self.ledger.index.is_on() && seq.rest.epoch == self.epoch;
+        if seq.rest.shares {
+            seq.unit_end = self.config.match_unit;
+        }
         seq.news.extend(0..blocks.len() as u32);
+        seq.held = (blocks.len() / num_groups) as u32 * self.config.page_size;
         seq.blocks = blocks;
-        seq.prefill_len = seq.tokens.len() as u32;
-        if seq.prefill_len > seq.prompt_len && seq.remaining() == 1 {
+        seq.rest.prefill_len = seq.tokens.len() as u32;
+        if seq.rest.prefill_len > seq.rest.prompt_len && seq.remaining() == 1 {
             seq.phase = Phase::Decoding;
         }
-        for (forgotten, reach) in seq.forgotten.iter_mut().zip(&self.config.groups) {
+        for (forgotten, reach) in seq.rest.forgotten.iter_mut().zip(&self.config.groups) {
             *forgotten = reach.first_seen(seq.computed) / self.config.page_size;
         }
     }
@@ -386,18 +394,18 @@ impl Engine {
         let seq = &mut self.seqs[id];
         seq.row = row;
         seq.phase = Phase::Prefilling;
-        if seq.admitted == 0 {
+        if seq.rest.admitted == 0 {
             self.admissions += 1;
-            seq.admitted = self.admissions;
-            seq.started = Some(now);
+            seq.rest.admitted = self.admissions;
+            seq.rest.started = Some(now);
             self.inbox.left_queue();
             self.active.push(id);
             return Arrival::Fresh;
         }
         // It comes back to its place among the active ones.
-        let admitted = seq.admitted;
+        let admitted = seq.rest.admitted;
         let seqs = &self.seqs;
-        let at = self.active.partition_point(|&other| seqs[other].admitted < admitted);
+        let at = self.active.partition_point(|&other| seqs[other].rest.admitted < admitted);
         self.active.insert(at, id);
         Arrival::Victim
     }
@@ -440,16 +448,20 @@ impl Engine {
     /// Plans `len` more tokens of a sequence with a row, if their blocks can be had.
     fn extend(&mut self, id: SeqId, len: u32, flight: &mut Flight, budget: &mut Budget) -> bool {
         let num_groups = self.config.num_groups();
+        let reads = self.reads(self.seqs[id].planned, len);
         let seq = &mut self.seqs[id];
         let (start, end) = (seq.planned, seq.planned + len);
-        let lacking = seq.blocks_lacking(end, self.config.page_size, num_groups);
-        if lacking > 0 && lacking > self.ledger.pool.available() {
-            return false;
-        }
         let blocks_before = seq.blocks.len() as u32;
-        for place in blocks_before..blocks_before + lacking {
-            seq.blocks.extend(self.ledger.allocate((place % num_groups) as usize));
-            seq.news.push(place);
+        if end > seq.held {
+            let lacking = seq.blocks_lacking(end, self.config.page_size, num_groups);
+            if lacking > self.ledger.pool.available() {
+                return false;
+            }
+            for place in blocks_before..blocks_before + lacking {
+                seq.blocks.extend(self.ledger.allocate((place % num_groups) as usize));
+                seq.news.push(place);
+            }
+            seq.held += lacking / num_groups * self.config.page_size;
         }
         let entry = Entry {
             id,
@@ -467,11 +479,13 @@ impl Engine {
         if entry.sampled {
             seq.pending += 1;
             seq.phase = Phase::Decoding;
+            flight.sampled += 1;
+            flight.wants_logprobs |= seq.record_logprobs;
         }
         flight.entries.push(entry);
         budget.tokens -= len;
         budget.table_changes -= entry.news;
-        budget.cache_reads -= self.reads(start, len);
+        budget.cache_reads -= reads;
         true
     }
 
@@ -491,7 +505,8 @@ impl Engine {
         let mut newest_first = std::mem::take(&mut self.split);
         newest_first.clear();
         newest_first.extend(starved.iter().filter(|&&id| self.seqs[id].in_flight.is_empty()));
-        newest_first.sort_unstable_by_key(|&id| (self.seqs[id].priority, Reverse(self.seqs[id].admitted)));
+        newest_first
+            .sort_unstable_by_key(|&id| (self.seqs[id].rest.priority, Reverse(self.seqs[id].rest.admitted)));
         let mut victims = 0;
         for &id in &newest_first {
             // Blocks that wait for a step in flight are as good as there.
@@ -511,14 +526,15 @@ impl Engine {
     /// Takes everything from a victim. What fits the swap pool is copied there.
     fn offload(&mut self, id: SeqId) {
         let seq = &self.seqs[id];
-        let (computed, epoch) = (seq.computed, seq.epoch);
+        let (computed, epoch) = (seq.computed, seq.rest.epoch);
         // What comes back brings its whole table in one step.
         let fits = seq.blocks.len() as u32 <= self.table_changes / 2;
         let blocks = if fits { self.swap.take_in(&seq.blocks, self.ledger.pool.read_trash()) } else { None };
         self.leave(id);
         match blocks {
             Some(blocks) => {
-                self.seqs[id].swapped = Some(Swapped { blocks, computed, epoch, in_flight: Tickets::NONE });
+                self.seqs[id].rest.swapped =
+                    Some(Swapped { blocks, computed, epoch, in_flight: Tickets::NONE });
                 self.unsent_victims.push(id);
                 self.num_swapped += 1;
                 Counters::add(&self.counters.swap_outs, 1);
@@ -559,8 +575,7 @@ impl Engine {
             arena[layout.kv_lens.start + n] = end as i32;
             let tokens = layout.tokens.start + token_at;
             let there = end.min(seq.tokens.len() as u32).max(start);
-            arena[tokens..tokens + (there - start) as usize]
-                .copy_from_slice(&seq.tokens[start as usize..there as usize]);
+            seq.tokens.copy_to(start as usize, &mut arena[tokens..tokens + (there - start) as usize]);
             if there < end {
                 // One token at most: the step before this one samples it.
                 let place = token_at + entry.len as usize - 1;
@@ -570,13 +585,24 @@ impl Engine {
                 arena[carry + 1] = seq.sampled_at[slot.other().index()] as i32;
                 carry_at += 1;
             }
-            for (offset, position) in (start..end).enumerate() {
-                arena[layout.positions.start + token_at + offset] = position as i32;
-                let first_block = (position / page_size) as usize * num_groups;
-                for group in 0..num_groups {
-                    let block = seq.blocks[first_block + group].get();
-                    arena[layout.write_slots.start + group * shape.tokens + token_at + offset] =
-                        (block * page_size + position % page_size) as i32;
+            let last_page = seq.held - page_size;
+            if start >= last_page && entry.len == 1 {
+                // Of a decode nothing needs to be divided.
+                arena[layout.positions.start + token_at] = start as i32;
+                let blocks = &seq.blocks[seq.blocks.len() - num_groups..];
+                for (group, block) in blocks.iter().enumerate() {
+                    arena[layout.write_slots.start + group * shape.tokens + token_at] =
+                        (block.get() * page_size + start - last_page) as i32;
+                }
+            } else {
+                for (offset, position) in (start..end).enumerate() {
+                    arena[layout.positions.start + token_at + offset] = position as i32;
+                    let first_block = (position / page_size) as usize * num_groups;
+                    for group in 0..num_groups {
+                        let block = seq.blocks[first_block + group].get();
+                        arena[layout.write_slots.start + group * shape.tokens + token_at + offset] =
+                            (block * page_size + position % page_size) as i32;
+                    }
                 }
             }
             token_at += entry.len as usize;
@@ -605,7 +631,7 @@ impl Engine {
             }
             if entry.arrival != Arrival::No {
                 let change = layout.row_changes.start + ROW_CHANGE_WIDTH * row_at;
-                let (draws, temperature, top_k, top_p) = match seq.sampling {
+                let (draws, temperature, top_k, top_p) = match seq.rest.sampling {
                     Sampling::Greedy => (0, 1.0, 0, 1.0),
                     Sampling::Draw { temperature, top_k, top_p } => (1, temperature, top_k, top_p),
                 };

@@ -99,18 +99,18 @@ impl PrefixIndex {
         let match_unit = config.match_unit;
         let units_per_page = config.page_size.checked_div(match_unit).unwrap_or(0);
         // So that a full pool of whole pages finds its places made.
-        let nodes = capacity as usize / config.groups.len() * units_per_page as usize;
+        let nodes = (capacity as usize).div_ceil(config.groups.len()) * units_per_page as usize;
         Self {
             match_unit: match_unit as usize,
             page_size: config.page_size,
             units_per_page,
             reaches: config.groups.clone(),
-            nodes: Vec::new(),
-            vacant: Vec::new(),
-            tokens: Vec::new(),
-            blocks: Vec::new(),
+            nodes: Vec::with_capacity(nodes),
+            vacant: Vec::with_capacity(nodes),
+            tokens: Vec::with_capacity(nodes * match_unit as usize),
+            blocks: Vec::with_capacity(nodes * config.groups.len()),
             roots: HashMap::new(),
-            by_key: ByKey::with_capacity_and_hasher(nodes.min(1 << 20), BuildHasherDefault::default()),
+            by_key: ByKey::with_capacity_and_hasher(nodes, BuildHasherDefault::default()),
             tips: vec![NONE; capacity as usize],
             path: Vec::new(),
             unbroken_from: vec![0; config.groups.len()],
@@ -232,11 +232,15 @@ impl PrefixIndex {
             }
         }
         let fullest = self.blocks[place];
-        // Upwards: whoever is met first at its own tip has nothing that the fullest lacks.
+        // Upwards, as far as the fullest is not named yet: whoever is met first at its own tip has nothing that the
+        // fullest lacks.
         let mut at = node.0;
         loop {
             let place = at as usize * num_groups + group;
             let named = self.blocks[place];
+            if named == fullest && at != node.0 {
+                return BlockId(fullest);
+            }
             if named == NONE {
                 self.blocks[place] = fullest;
                 self.nodes[at as usize].refs += 1;

@@ -21,9 +21,9 @@ enum Place {
 
 impl Place {
     fn of(seq: &Sequence) -> Self {
-        let priority = Reverse(seq.priority);
-        if seq.admitted > 0 {
-            Place::Victim(priority, seq.admitted)
+        let priority = Reverse(seq.rest.priority);
+        if seq.rest.admitted > 0 {
+            Place::Victim(priority, seq.rest.admitted)
         } else {
             Place::Fresh(priority, seq.request.0)
         }

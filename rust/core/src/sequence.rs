@@ -7,6 +7,7 @@ use crate::ids::{BlockId, RequestId, RowId};
 use crate::pool::Tickets;
 use crate::prefix::NodeId;
 use crate::swap::Swapped;
+use crate::text::Text;
 
 /// How the next token is chosen from the logits.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -99,40 +100,61 @@ pub enum Finish {
     Failed(String),
 }
 
-/// A live sequence.
+/// A live sequence: what a step of a decoding one reads and writes, side by side, and the rest.
 #[derive(Debug)]
 pub(crate) struct Sequence {
     pub request: RequestId,
-    /// The first of the sequences of its request.
-    pub parent: RequestId,
-    /// With all planned steps done.
-    pub phase: Phase,
     /// Prompt and generated tokens.
-    pub tokens: Vec<i32>,
-    pub prompt_len: u32,
-    pub priority: i32,
-    /// Leading tokens whose K and V are in the blocks: those of committed steps only.
-    pub computed: u32,
-    /// The same with all planned steps done.
-    pub planned: u32,
-    /// Tokens that steps in flight sample for it: placeholders until their commit.
-    pub pending: u32,
-    /// By slot, its place among the sampled rows of the step.
-    pub sampled_at: [u32; 2],
-    /// Steps in flight that it is in.
-    pub in_flight: Tickets,
-    /// Length at which it ends, prompt included.
-    pub max_len: u32,
+    pub tokens: Text,
     /// Block numbers, page-major: `blocks[page * num_groups + group]`.
     pub blocks: Vec<BlockId>,
     /// Places of `blocks` that the tables on the device do not have yet, or have otherwise.
     pub news: Vec<u32>,
+    /// Stream of its random draws.
+    pub draw_key: u64,
+    pub row: Option<RowId>,
     /// Leading ones of `news` that steps in flight bring.
     pub news_sent: u32,
+    /// Leading tokens whose K and V are in the blocks: those of committed steps only.
+    pub computed: u32,
+    /// The same with all planned steps done.
+    pub planned: u32,
+    /// Tokens that the blocks have room for.
+    pub held: u32,
+    /// Tokens that steps in flight sample for it: placeholders until their commit.
+    pub pending: u32,
+    /// By slot, its place among the sampled rows of the step.
+    pub sampled_at: [u32; 2],
+    /// Length at which it ends, prompt included.
+    pub max_len: u32,
+    /// Computed tokens with which its next match unit is complete; beyond all lengths when it shares nothing.
+    pub unit_end: u32,
+    /// The first of the tokens that end it; `-1`: none.
+    pub first_eos: i32,
+    /// With all planned steps done.
+    pub phase: Phase,
+    /// Steps in flight that it is in.
+    pub in_flight: Tickets,
+    pub streaming: bool,
+    pub record_timestamps: bool,
+    pub record_logprobs: bool,
+    /// Whether some group gives pages back.
+    pub forgets: bool,
+    /// Whether there are more tokens that end it than the first.
+    pub more_eos: bool,
+    pub rest: Box<Rest>,
+}
+
+/// What a step of a decoding sequence leaves alone, mostly.
+#[derive(Debug)]
+pub(crate) struct Rest {
+    /// The first of the sequences of its request.
+    pub parent: RequestId,
+    pub prompt_len: u32,
+    pub priority: i32,
     /// Pages that each group has given back, as no later token sees them: their entries are trash. Empty where no
     /// group forgets.
     pub forgotten: Vec<u32>,
-    pub row: Option<RowId>,
     /// Order of first admission: what "newest" means when victims are chosen. 0 before.
     pub admitted: u64,
     /// Steps in which others were admitted past it while it was the head of the queue.
@@ -157,11 +179,6 @@ pub(crate) struct Sequence {
     pub swapped: Option<Swapped>,
     pub eos: Arc<[i32]>,
     pub sampling: Sampling,
-    /// Stream of its random draws.
-    pub draw_key: u64,
-    pub streaming: bool,
-    pub record_timestamps: bool,
-    pub record_logprobs: bool,
     pub logprobs: Vec<f32>,
     pub timestamps: Vec<f64>,
     /// When it was first planned; before, `None`.
@@ -186,13 +203,12 @@ impl Sequence {
 
     /// Blocks it lacks to hold `len` tokens.
     pub fn blocks_lacking(&self, len: u32, page_size: u32, num_groups: u32) -> u32 {
-        (len.div_ceil(page_size) * num_groups).saturating_sub(self.blocks.len() as u32)
+        len.saturating_sub(self.held).div_ceil(page_size) * num_groups
     }
 
     /// Tokens that it can be extended by with `available` more blocks.
     pub fn room(&self, available: u32, page_size: u32, num_groups: u32) -> u32 {
-        let pages = self.blocks.len() as u32 / num_groups + available / num_groups;
-        (pages * page_size).saturating_sub(self.planned)
+        (self.held + available / num_groups * page_size).saturating_sub(self.planned)
     }
 
     /// Places of `blocks` that no step has brought yet.
@@ -203,7 +219,7 @@ impl Sequence {
     /// Whether the newest token ends it, and how.
     pub fn end(&self) -> Option<Finish> {
         let last = self.tokens.last()?;
-        if self.eos.contains(last) {
+        if last == self.first_eos || self.more_eos && self.rest.eos.contains(&last) {
             Some(Finish::Stop)
         } else if self.tokens.len() as u32 >= self.max_len {
             Some(Finish::Length)

@@ -531,11 +531,16 @@ impl Naive {
                 let Some(own) = self.seqs[at].table[place] else { continue };
                 let fullest = self.holder(group, &text).unwrap_or(own);
                 self.name(fullest, text.clone());
-                // Blocks of this page of which nothing else is known are no use beside the fullest.
-                let of_page: Vec<Vec<i32>> = (start / page_size * page_size..end)
-                    .step_by(unit)
-                    .map(|start| self.seqs[at].text(start + unit))
-                    .collect();
+                let text = text.clone();
+                // Blocks of this page of which nothing else is known are no use beside the fullest; as far as it is not
+                // known to be in them.
+                let shorter = (start / page_size * page_size..start).step_by(unit).rev();
+                let mut of_page = vec![text];
+                of_page.extend(
+                    shorter
+                        .map(|start| self.seqs[at].text(start + unit))
+                        .take_while(|text| self.holder(group, text) != Some(fullest)),
+                );
                 let redundant: Vec<usize> = self
                     .blocks
                     .iter()

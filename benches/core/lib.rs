@@ -1,0 +1,1 @@
+//! Only benchmarks: `cargo bench -p chairlift-benches`.
