@@ -37,6 +37,7 @@ impl Engine {
                 swapped.in_flight.remove(slot);
             }
         }
+        let tenants_share = self.config.fairness.is_on();
         let (mut at, mut prompt_tokens, mut generated, mut any_ended) = (0, 0, 0, false);
         for entry in &flight.entries {
             let sampled_at = at;
@@ -67,6 +68,9 @@ impl Engine {
             }
             generated += 1;
             let seq = &mut self.seqs[entry.id];
+            if tenants_share {
+                self.queue.charge_generated(seq.rest.tenant);
+            }
             seq.pending -= 1;
             let (token, logprob) = (results.tokens[sampled_at], results.logprobs.get(sampled_at).copied());
             if token < 0 || token as u32 >= self.config.vocab_size {
@@ -171,6 +175,7 @@ impl Engine {
                 continue;
             }
             if entry.arrival == Arrival::Fresh {
+                self.queue.refund(seq.rest.tenant, seq.rest.prefill_len - entry.start);
                 seq.rest.started = None;
                 seq.rest.admitted = 0;
                 seq.rest.cached_tokens = 0;

@@ -28,6 +28,39 @@ pub enum Eviction {
     Lifo,
 }
 
+/// Who is next among those that wait for the first time.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub enum Fairness {
+    /// Whoever came first.
+    #[default]
+    Arrival,
+    /// The tenant that was served least, by its weight: prompt tokens count once, generated ones twice. Tenants that are
+    /// not named weigh 1.
+    Tenants(Vec<(String, f64)>),
+}
+
+impl Fairness {
+    pub(crate) fn is_on(&self) -> bool {
+        matches!(self, Fairness::Tenants(_))
+    }
+
+    pub(crate) fn weight(&self, tenant: &str) -> f64 {
+        match self {
+            Fairness::Arrival => 1.0,
+            Fairness::Tenants(weights) => {
+                weights.iter().find(|(name, _)| name == tenant).map_or(1.0, |&(_, weight)| weight)
+            }
+        }
+    }
+
+    fn is_valid(&self) -> bool {
+        match self {
+            Fairness::Arrival => true,
+            Fairness::Tenants(weights) => weights.iter().all(|(_, weight)| (1e-3..=1e3).contains(weight)),
+        }
+    }
+}
+
 /// Sizes and bounds of an engine. Start from [`EngineConfig::default`]: a field that is not named keeps its value.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineConfig {
@@ -47,6 +80,8 @@ pub struct EngineConfig {
     pub safety_margin: f64,
     /// The order within a step.
     pub policy: Policy,
+    /// Who is next among those that wait.
+    pub fairness: Fairness,
     /// Token ids go from 0 to below this.
     pub vocab_size: u32,
     /// Positions of the model, when they end.
@@ -76,6 +111,7 @@ impl Default for EngineConfig {
             max_cache_reads: None,
             safety_margin: 0.0,
             policy: Policy::Fifo,
+            fairness: Fairness::Arrival,
             vocab_size: 1 << 16,
             max_positions: None,
             max_queue_size: 0,
@@ -121,6 +157,12 @@ impl EngineConfig {
                 self.match_unit == 0 || self.page_size.is_multiple_of(self.match_unit),
                 self.match_unit.to_string(),
                 "0 (no prefix cache) or a divisor of page_size",
+            ),
+            (
+                "fairness",
+                self.fairness.is_valid(),
+                format!("{:?}", self.fairness),
+                "with weights from 0.001 to 1000",
             ),
             (
                 "hash_bits",

@@ -152,6 +152,7 @@ pub struct Engine {
     pub(crate) starved: Vec<SeqId>,
     pub(crate) split: Vec<SeqId>,
     pub(crate) longer: Vec<Entry>,
+    pub(crate) skipped: Vec<SeqId>,
 }
 
 impl Engine {
@@ -175,7 +176,7 @@ impl Engine {
             counters: Arc::default(),
             seqs: SlotMap::with_key(),
             by_request: HashMap::new(),
-            queue: WaitingQueue::default(),
+            queue: WaitingQueue::new(config.fairness.clone()),
             active: Vec::new(),
             admissions: 0,
             longest: config.longest(),
@@ -193,6 +194,7 @@ impl Engine {
             starved: Vec::new(),
             split: Vec::new(),
             longer: Vec::new(),
+            skipped: Vec::new(),
             config,
         };
         engine.publish_gauges();
@@ -396,6 +398,7 @@ impl Engine {
             rest: Box::new(Rest {
                 parent: first,
                 prompt_len,
+                tenant: self.queue.arrives(&what.tenant),
                 priority: what.priority,
                 forgotten: vec![0; forgotten],
                 admitted: 0,
@@ -447,6 +450,7 @@ impl Engine {
                 }
             }
         }
+        self.queue.leaves(seq.rest.tenant);
         let counter = match finish {
             Finish::Stop | Finish::Length => &self.counters.finished,
             Finish::Cancelled => &self.counters.cancelled,

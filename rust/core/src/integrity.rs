@@ -68,6 +68,9 @@ impl Engine {
         }
         let queued =
             self.queue.ids().filter(|&id| self.seqs.get(id).is_some_and(|seq| seq.row.is_none())).count();
+        if !self.queue.is_sound(self.seqs.values().map(|seq| seq.rest.tenant)) {
+            return corrupt("the queue's tenants are not those of the sequences".into());
+        }
         if waiting != self.queue.len() || queued != waiting || self.by_request.len() != self.seqs.len() {
             return corrupt(format!(
                 "{waiting} sequences wait, the queue counts {} and holds {queued}",

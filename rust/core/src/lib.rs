@@ -53,7 +53,7 @@ mod sync;
 mod text;
 
 pub use arena::{ArenaLayout, DRAW_WIDTH, PAIR_WIDTH, ROW_CHANGE_WIDTH, StepShape, TABLE_CHANGE_WIDTH};
-pub use config::{EngineConfig, Eviction, Policy};
+pub use config::{EngineConfig, Eviction, Fairness, Policy};
 pub use counters::{Counters, Stats};
 pub use engine::{Engine, Results, Step};
 pub use error::{Error, Result};

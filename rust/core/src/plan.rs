@@ -169,30 +169,32 @@ impl Engine {
     }
 
     fn admit(&mut self, flight: &mut Flight, budget: &mut Budget, now: f64) {
-        let mut at = 0;
+        self.queue.settle();
+        let mut skipped = std::mem::take(&mut self.skipped);
+        skipped.clear();
         let mut head_passed_over = None;
         // A head that waited long enough lets nobody past.
-        while budget.tokens > 0 && self.rows.available() > 0 && at <= MAX_PASSED_OVER as usize {
+        while budget.tokens > 0 && self.rows.available() > 0 && skipped.len() <= MAX_PASSED_OVER as usize {
             if self.ledger.pool.available() == 0 || !self.prefills_go_on(flight) {
                 break;
             }
-            let Some(id) = self.queue.candidate(at) else { break };
+            let Some(id) = self.queue.next(&skipped) else { break };
             let Some(offer) = self.offer(id) else {
                 // What it needs next is being computed by another. That one is active, so this is no passing over.
-                at += 1;
+                skipped.push(id);
                 continue;
             };
             let chunk = self.chunk(self.seqs[id].known(), offer.computed, budget);
             let page_size = self.config.page_size;
             let changes = (offer.computed + chunk).div_ceil(page_size) * self.config.num_groups();
             if chunk == 0 || offer.blocks > self.ledger.pool.available() || changes > budget.table_changes {
-                if at == 0 {
+                if skipped.is_empty() {
                     if self.seqs[id].rest.passed_over >= MAX_PASSED_OVER {
                         break;
                     }
                     head_passed_over = Some(id);
                 }
-                at += 1;
+                skipped.push(id);
                 continue;
             };
             self.queue.remove(&self.seqs[id]);
@@ -210,7 +212,12 @@ impl Engine {
                 entry.arrival = arrival;
                 entry.blocks_before = 0;
             }
+            if arrival == Arrival::Fresh {
+                let seq = &self.seqs[id];
+                self.queue.charge(seq.rest.tenant, seq.rest.prefill_len - offer.computed);
+            }
         }
+        self.skipped = skipped;
     }
 
     /// What the cache has for a sequence that waits; `None` while another computes the match unit that it needs next.

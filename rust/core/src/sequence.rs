@@ -6,6 +6,7 @@ use crate::hash::Key;
 use crate::ids::{BlockId, RequestId, RowId};
 use crate::pool::Tickets;
 use crate::prefix::NodeId;
+use crate::queue::TenantId;
 use crate::swap::Swapped;
 use crate::text::Text;
 
@@ -43,6 +44,8 @@ pub struct Request {
     pub priority: i32,
     /// Seed of the request's draws; `None` derives one from the engine's seed and the request's ordinal.
     pub seed: Option<u64>,
+    /// Whose it is, where tenants share fairly.
+    pub tenant: String,
     /// Prompts share the prefix cache only with those of the same salt.
     pub cache_salt: String,
     /// The adapter that computes K and V; prompts share only with those of the same one.
@@ -66,6 +69,7 @@ impl Default for Request {
             sampling: Sampling::Greedy,
             priority: 0,
             seed: None,
+            tenant: String::new(),
             cache_salt: String::new(),
             adapter: String::new(),
             streaming: false,
@@ -151,6 +155,7 @@ pub(crate) struct Rest {
     /// The first of the sequences of its request.
     pub parent: RequestId,
     pub prompt_len: u32,
+    pub tenant: TenantId,
     pub priority: i32,
     /// Pages that each group has given back, as no later token sees them: their entries are trash. Empty where no
     /// group forgets.

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod device;
+mod fairness;
 mod oracle;
 mod stories;
 mod traces;

@@ -6,8 +6,8 @@
 use crate::device::{Device, LastStep, next_token};
 use crate::twin::{Naive, NaiveSeq};
 use chairlift_core::{
-    Engine, EngineConfig, Eviction, Finish, KEY_BITS, News, Policy, Reach, Request, RequestId, Results,
-    Sampling, Slot, Stats,
+    Engine, EngineConfig, Eviction, Fairness, Finish, KEY_BITS, News, Policy, Reach, Request, RequestId,
+    Results, Sampling, Slot, Stats,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{RngSeed, TestRunner};
@@ -23,6 +23,7 @@ struct Submit {
     own: usize,
     family: i32,
     salt: i32,
+    tenant: u32,
     n: u32,
     max_new: i64,
     eos: i32,
@@ -59,13 +60,16 @@ fn config() -> impl Strategy<Value = EngineConfig> {
         policy,
         prop::sample::select(vec![0.0, 0.15, 0.5, 1.0]),
         prop::option::of(8..60_u32),
-        (0..5_usize, eviction, prop::sample::select(vec![0, 0, 5, 20, 100])),
+        (0..5_usize, eviction, prop::sample::select(vec![0, 0, 5, 20, 100]), any::<bool>()),
     );
     (sizes, rules).prop_map(
         |(
             (page, blocks, groups, rows, tokens),
-            (gathers, policy, margin, positions, (unit, eviction, swap)),
+            (gathers, policy, margin, positions, (unit, eviction, swap, fair)),
         )| {
+            let weights = [("0", 1.0), ("1", 2.0), ("2", 0.5)];
+            let fairness =
+                Fairness::Tenants(weights.map(|(name, weight)| (name.to_owned(), weight)).to_vec());
             let units: Vec<u32> = (1..=page).filter(|unit| page.is_multiple_of(*unit)).collect();
             EngineConfig {
                 page_size: page,
@@ -85,6 +89,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
                 match_unit: if unit == 0 { 0 } else { units[unit % units.len()] },
                 cache_eviction: eviction,
                 swap_blocks: swap,
+                fairness: if fair { fairness } else { Fairness::Arrival },
                 ..EngineConfig::default()
             }
         },
@@ -93,10 +98,21 @@ fn config() -> impl Strategy<Value = EngineConfig> {
 
 fn op() -> impl Strategy<Value = Op> {
     let sizes = (1..40_usize, 0..6_usize, 0..3_i32, prop::sample::select(vec![1, 1, 1, 2, 3]));
-    let rules = (1..30_i64, 0..VOCAB as i32 * 3, -1..2_i32, prop::sample::select(vec![0, 0, 0, 1]));
-    let submit = (sizes, rules).prop_map(|((prompt, own, family, n), (max_new, eos, priority, salt))| {
-        Op::Submit(Submit { prompt, own: own.min(prompt), family, salt, n, max_new, eos, priority })
-    });
+    let rules = (1..30_i64, 0..VOCAB as i32 * 3, -1..2_i32, prop::sample::select(vec![0, 0, 0, 1]), 0..4_u32);
+    let submit =
+        (sizes, rules).prop_map(|((prompt, own, family, n), (max_new, eos, priority, salt, tenant))| {
+            Op::Submit(Submit {
+                prompt,
+                own: own.min(prompt),
+                family,
+                salt,
+                tenant,
+                n,
+                max_new,
+                eos,
+                priority,
+            })
+        });
     prop_oneof![
         4 => submit,
         1 => (0..40_usize).prop_map(Op::Cancel),
@@ -157,6 +173,7 @@ impl Pair {
             sampling: Sampling::Greedy,
             priority: what.priority,
             cache_salt: what.salt.to_string(),
+            tenant: what.tenant.to_string(),
             streaming: self.requests.is_multiple_of(2),
             record_timestamps: true,
             record_logprobs: true,
@@ -175,6 +192,7 @@ impl Pair {
             request: first + child,
             parent: first,
             priority: what.priority,
+            tenant: what.tenant.to_string(),
             prompt: what.prompt,
             max_len: (what.prompt + what.max_new as usize).min(room),
             eos: what.eos,

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use chairlift_core::{EngineConfig, Eviction, Finish, Policy, Reach};
+use chairlift_core::{EngineConfig, Eviction, Fairness, Finish, Policy, Reach};
 
 /// Steps in flight, by slot.
 type Steps = [bool; 2];
@@ -15,6 +15,7 @@ pub struct NaiveSeq {
     pub request: u64,
     pub parent: u64,
     pub priority: i32,
+    pub tenant: String,
     pub prompt: usize,
     pub max_len: usize,
     pub eos: i32,
@@ -125,6 +126,8 @@ pub struct Naive {
     pub soft_resets: u64,
     pub swap_outs: u64,
     pub swap_ins: u64,
+    /// What each tenant was served, in the order in which they came.
+    tenants: Vec<(String, u64)>,
     /// How many sequences each request had.
     families: BTreeMap<u64, u64>,
 }
@@ -168,6 +171,7 @@ impl Naive {
             waiting: [vec![], vec![]],
             busy_rows: vec![],
             unsent: vec![],
+            tenants: vec![],
             busy_host: vec![],
             epoch: 0,
             soft_resets: 0,
@@ -623,7 +627,10 @@ impl Naive {
             match message {
                 Ok(seqs) => {
                     self.families.insert(seqs[0].request, seqs.len() as u64);
-                    self.seqs.extend(seqs);
+                    for seq in seqs {
+                        self.tenant_arrives(&seq.tenant);
+                        self.seqs.push(seq);
+                    }
                 }
                 Err(request) => {
                     let number = self.families.get(&request).copied().unwrap_or(1);
@@ -633,6 +640,50 @@ impl Naive {
                 }
             }
         }
+    }
+
+    /// What a token costs a tenant.
+    fn cost(&self, tenant: &str) -> u64 {
+        let Fairness::Tenants(weights) = &self.config.fairness else { return 0 };
+        let weight = weights.iter().find(|(name, _)| name == tenant).map_or(1.0, |&(_, weight)| weight);
+        (65_536.0 / weight) as u64
+    }
+
+    fn served(&mut self, tenant: &str) -> &mut u64 {
+        &mut self.tenants.iter_mut().find(|(name, _)| name == tenant).unwrap().1
+    }
+
+    /// Whoever was away has no claim from that time.
+    fn tenant_arrives(&mut self, tenant: &str) {
+        if !self.tenants.iter().any(|(name, _)| name == tenant) {
+            self.tenants.push((tenant.to_owned(), 0));
+        }
+        let is_here = |name: &str| self.seqs.iter().any(|seq| seq.tenant == name);
+        if !is_here(tenant) {
+            let here = self.tenants.iter().filter(|(name, _)| is_here(name));
+            let least = here.map(|&(_, served)| served).min().unwrap_or(0);
+            let served = self.served(tenant);
+            *served = least.max(*served);
+        }
+    }
+
+    /// Fresh requests in the order in which they are tried: the first of each tenant, then the second of each, ...
+    fn fresh_in_order(&self) -> Vec<usize> {
+        let mut waiting: Vec<usize> =
+            (0..self.seqs.len()).filter(|&at| !self.seqs[at].active && self.seqs[at].admitted == 0).collect();
+        waiting.sort_by_key(|&at| (-self.seqs[at].priority, self.seqs[at].request));
+        if self.config.fairness == Fairness::Arrival {
+            return waiting;
+        }
+        let mut tenants: Vec<_> = self.tenants.iter().enumerate().collect();
+        tenants.sort_by_key(|(nth, (_, served))| (*served, *nth));
+        let of_tenants = tenants.iter().map(|(_, (name, _))| {
+            waiting.iter().copied().filter(|&at| self.seqs[at].tenant == *name).collect::<Vec<_>>()
+        });
+        let of_tenants: Vec<Vec<usize>> = of_tenants.collect();
+        (0..waiting.len())
+            .flat_map(|nth| of_tenants.iter().filter_map(move |of| of.get(nth).copied()))
+            .collect()
     }
 
     /// Gives up its row and everything computed.
@@ -822,32 +873,33 @@ impl Naive {
 
     fn choose_waiting(&mut self, step: &mut NaiveStep, left: &mut Budget) {
         let mut head: Option<u64> = None;
-        let mut skipped = 0;
+        let mut skipped: Vec<u64> = vec![];
         loop {
             let rows = self.seqs.iter().filter(|seq| seq.active).count() + self.busy_rows.len();
             if left.tokens == 0
                 || rows == self.config.max_requests_per_batch as usize
-                || skipped > 16
+                || skipped.len() > 16
                 || self.available() == 0
                 || !self.may_prefill(step)
             {
                 return;
             }
-            let mut waiting: Vec<usize> = (0..self.seqs.len()).filter(|&at| !self.seqs[at].active).collect();
-            waiting.sort_by_key(|&at| (-self.seqs[at].priority, self.seqs[at].request));
-            let victims = waiting.iter().copied().filter(|&at| self.seqs[at].admitted > 0);
+            let victims =
+                (0..self.seqs.len()).filter(|&at| !self.seqs[at].active && self.seqs[at].admitted > 0);
             let victim = victims.min_by_key(|&at| (-self.seqs[at].priority, self.seqs[at].admitted));
+            let mut fresh = self.fresh_in_order();
+            fresh.retain(|&at| !skipped.contains(&self.seqs[at].request));
             let candidate = match victim {
-                Some(at) if skipped == 0 => at,
+                Some(at) if skipped.is_empty() => at,
                 Some(_) => return,
-                None => match waiting.get(skipped) {
+                None => match fresh.first() {
                     Some(&at) => at,
                     None => return,
                 },
             };
             let seq = &self.seqs[candidate];
             let Some((hit, computed, blocks)) = self.offer(seq) else {
-                skipped += 1;
+                skipped.push(seq.request);
                 continue;
             };
             let chunk = self.chunk(seq.tokens.len(), computed, left);
@@ -873,14 +925,20 @@ impl Naive {
                 assert!(self.hold(candidate, chunk, step, left));
                 let row = step.rows.last_mut().unwrap();
                 (row.arrival, row.fresh, row.blocks_before) = (true, fresh, 0);
+                if fresh {
+                    let seq = &self.seqs[candidate];
+                    let (tenant, tokens) = (seq.tenant.clone(), seq.prefill_len - computed);
+                    let cost = self.cost(&tenant);
+                    *self.served(&tenant) += tokens as u64 * cost;
+                }
             } else {
-                if skipped == 0 {
+                if skipped.is_empty() {
                     if seq.passed_over >= 16 {
                         return;
                     }
                     head = Some(seq.request);
                 }
-                skipped += 1;
+                skipped.push(seq.request);
             }
         }
     }
@@ -939,6 +997,9 @@ impl Naive {
             self.publish(at);
             self.forget(at);
             let Some(token) = token else { continue };
+            let tenant = self.seqs[at].tenant.clone();
+            let cost = self.cost(&tenant);
+            *self.served(&tenant) += 2 * cost;
             let seq = &mut self.seqs[at];
             seq.pending -= 1;
             seq.tokens.push(token);
@@ -972,6 +1033,10 @@ impl Naive {
                 let seq = &mut self.seqs[at];
                 seq.news.retain(|&place| place < row.blocks_before);
                 if row.fresh {
+                    let (tenant, tokens) = (seq.tenant.clone(), seq.prefill_len - row.start);
+                    let cost = self.cost(&tenant);
+                    *self.served(&tenant) -= tokens as u64 * cost;
+                    let seq = &mut self.seqs[at];
                     (seq.admitted, seq.cached_tokens) = (0, 0);
                     self.admissions -= 1;
                 }
