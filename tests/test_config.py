@@ -1,11 +1,14 @@
 """The config: every field of transformers' own, its bounds, and what follows from memory and hints."""
 
 import dataclasses
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers.generation import ContinuousBatchingConfig as Theirs
 
+import chairlift
 from chairlift import ContinuousBatchingConfig, WorkloadHints
 from chairlift.engine.cache import geometry_of
 from chairlift.engine.free_memory import cgroup_memory
@@ -171,3 +174,41 @@ def test_the_tightest_limit_of_any_level_counts(tmp_path: Path) -> None:
     (tmp_path / "memory" / "memory.usage_in_bytes").write_text("20\n")
     assert cgroup_memory(tmp_path, own) == (50, 20)
     assert cgroup_memory(tmp_path, tmp_path / "none") is None
+
+
+def test_tenants_and_eviction_are_checked() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"fairness": "everybody"}, "fairness is 'everybody'"),
+        ({"tenant_weights": {"a": 1.0}}, "fairness is None"),
+        ({"fairness": "tenant", "tenant_weights": {"a": 0}}, "0 for 'a', but weights go from 0.001 to 1000"),
+        ({"cache_eviction": "random"}, "cache_eviction is 'random', but must be 'lru' or 'lifo'"),
+        ({"page_size": 8, "match_unit": 3}, "match_unit is 3, but must divide page_size, which is 8"),
+        ({"match_unit": -1}, "match_unit is -1"),
+        ({"cpu_offload_space": -1.0}, "cpu_offload_space is -1.0"),
+    ]
+    for fields, message in wrong:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            ContinuousBatchingConfig(**fields)
+    with pytest.raises(TypeError, match="maps names to numbers"):
+        ContinuousBatchingConfig(fairness="tenant", tenant_weights={"a": "heavy"})  # type: ignore[dict-item]
+
+
+def test_host_memory_is_what_was_asked_for_and_what_there_is() -> None:
+    model = tiny_model("llama")
+    small = {"page_size": 4, "num_blocks": 8}
+
+    def blocks(**config: Any) -> int:
+        return chairlift.init_continuous_batching(
+            model, continuous_batching_config=ContinuousBatchingConfig(**small, **config)
+        ).config.swap_blocks
+
+    assert blocks() == 0
+    some = blocks(cpu_offload_space=0.01)
+    assert 0 < some < blocks(cpu_offload_space=0.02) == pytest.approx(2 * some, abs=1)
+    most = blocks(cpu_offload_space=None, cpu_offload_space_safety_threshold=0.001)
+    assert most > 0
+    assert blocks(cpu_offload_space=1e6, cpu_offload_space_safety_threshold=0.001) == pytest.approx(most, rel=0.5)
+    with pytest.raises(ValueError, match="less than a single block"):
+        blocks(cpu_offload_space=1e-9)
+    with pytest.raises(ValueError, match="sized by cpu_offload_space_safety_threshold, which is 0"):
+        blocks(cpu_offload_space=None, cpu_offload_space_safety_threshold=0.0)

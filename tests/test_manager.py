@@ -586,3 +586,40 @@ def test_what_was_chosen_can_be_read_back(llama: PreTrainedModel) -> None:
     description = manager.describe()
     assert "768 tokens" in description
     assert "LlamaForCausalLM" in description
+
+
+def test_a_flood_of_one_tenant_leaves_room_for_another(llama: PreTrainedModel) -> None:
+    config = ContinuousBatchingConfig(
+        **SMALL, max_requests_per_batch=1, fairness="tenant", tenant_weights={"paying": 2.0}
+    )
+    manager = chairlift.init_continuous_batching(llama, GenerationConfig(max_new_tokens=2), config)
+    for _ in range(30):
+        manager.add_request(PROMPT, tenant="flood")
+    other = manager.add_request(PROMPT, tenant="paying")
+    manager.start()
+    ended = [manager.get_result(timeout=30).request_id for _ in range(31)]
+    manager.destroy()
+    assert ended.index(other) <= 1
+    plain = chairlift.init_continuous_batching(llama, continuous_batching_config=ContinuousBatchingConfig(**SMALL))
+    with pytest.raises(ValueError, match="tenant is 'a', but fairness is None"):
+        plain.add_request(PROMPT, tenant="a")
+    with pytest.raises(TypeError, match="tenant is 5"):
+        manager.add_request(PROMPT, tenant=5)
+
+
+def test_stats_tell_the_blocks_of_each_group() -> None:
+    from tiny_models import tiny_model
+
+    model = tiny_model("gemma2", window=6)
+    config = ContinuousBatchingConfig(page_size=4, num_blocks=32)
+    with chairlift.continuous_batching_context_manager(model, continuous_batching_config=config) as manager:
+        manager.get_result(manager.add_request(list(range(3, 33)), max_new_tokens=4))
+        stats = manager.stats()
+        described = manager.describe()
+    assert [group.reach for group in stats.groups] == ["window of 6", "full"]
+    assert sum(group.cached_blocks for group in stats.groups) == stats.cached_blocks > 0
+    assert {group.owned_blocks + group.retiring_blocks for group in stats.groups} == {0}
+    assert (
+        f"2 of {manager.geometry.block_bytes:,} bytes a block (1 x window of 6, 1 x full), 0.0% of it padding"
+        in described
+    )

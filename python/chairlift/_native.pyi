@@ -73,7 +73,8 @@ class EngineConfig:
     """Sizes and bounds of an engine; see `ContinuousBatchingConfig` for what they mean to a user.
 
     `match_unit` None is the largest divisor of the page that is at most 32, 0 is no prefix cache. `hash_bits` is for
-    tests of what happens when keys collide.
+    tests of what happens when keys collide. `tenant_weights` None: no fairness between tenants; those that are not
+    named weigh 1.
 
     `groups` tells how far back the calls of each group look: `("full", 0)`, `("window", tokens)` or
     `("chunk", tokens)`.
@@ -100,6 +101,7 @@ class EngineConfig:
         match_unit: int | None = None,
         cache_eviction: str = "lru",
         swap_blocks: int = 0,
+        tenant_weights: list[tuple[str, float]] | None = None,
         hash_bits: int = 128,
     ) -> EngineConfig: ...
     @property
@@ -244,6 +246,7 @@ class Engine:
         sampling: Sampling | None = None,
         priority: int = 0,
         seed: int | None = None,
+        tenant: str = "",
         cache_salt: str = "",
         adapter: str = "",
         streaming: bool = False,
@@ -314,5 +317,7 @@ class Engine:
     @property
     def queued(self) -> int:
         """Requests submitted and not yet admitted for the first time."""
+    def blocks_by_group(self) -> list[tuple[int, int, int]]:
+        """Owned, cached and retiring blocks of each group, read without stopping the engine."""
     def stats(self) -> dict[str, int]:
         """Counters and gauges, read without stopping the engine."""

@@ -15,6 +15,7 @@ MIN_AUTO_BATCH_TOKENS = 256
 DEFAULT_MAX_REQUESTS = 1024
 SAFETY_MARGINS: Mapping[str, float] = {"fifo": 0.15, "prefill_first": 0.0}
 MEMORY_PERCENT_CPU = 0.6
+MIN_TENANT_WEIGHT, MAX_TENANT_WEIGHT = 0.001, 1000
 EVICTION_ORDERS = ("lru", "lifo")
 
 
@@ -36,6 +37,9 @@ class ContinuousBatchingConfig:
         allow_block_sharing: Prompts that begin alike share K and V of what they have in common (the prefix cache).
         match_unit: Tokens of an entry of the prefix cache, a divisor of `page_size`: prompts share whole entries. None:
             the largest divisor that is at most 32. 0: no prefix cache.
+        fairness: Who is next among those that wait: None, whoever came first; `tenant`, the tenant that was served
+            least by its weight (prompt tokens count once, generated ones twice).
+        tenant_weights: Weights of tenants, 0.001 to 1000, with `fairness="tenant"`; the others weigh 1.
         cache_eviction: Which cached blocks go first when others need them: `lru`, those that were used the longest ago,
             or `lifo`, those that were cached last. One at a time, the tail of a sequence before its head.
         use_async_batching: None or False here.
@@ -98,6 +102,8 @@ class ContinuousBatchingConfig:
     block_size: int | None = None
     match_unit: int | None = None
     cache_eviction: str = "lru"
+    fairness: str | None = None
+    tenant_weights: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         """Settles the deprecated fields and checks the others."""
@@ -188,7 +194,24 @@ class ContinuousBatchingConfig:
         if self.scheduler_type not in SAFETY_MARGINS:
             known = " or ".join(map(repr, SAFETY_MARGINS))
             raise ValueError(f"scheduler_type is {self.scheduler_type!r}, but must be {known}")
+        self._check_fairness()
         self._refuse_unserved()
+
+    def _check_fairness(self) -> None:
+        if self.fairness not in (None, "tenant"):
+            raise ValueError(f"fairness is {self.fairness!r}, but must be None or 'tenant'")
+        if self.tenant_weights is None:
+            return
+        if self.fairness is None:
+            raise ValueError("tenant_weights are set, but fairness is None: set fairness='tenant'")
+        for tenant, weight in self.tenant_weights.items():
+            if not isinstance(tenant, str) or isinstance(weight, bool) or not isinstance(weight, int | float):
+                raise TypeError(f"tenant_weights has {tenant!r}: {weight!r}, but maps names to numbers")
+            if not MIN_TENANT_WEIGHT <= weight <= MAX_TENANT_WEIGHT:
+                raise ValueError(
+                    f"tenant_weights has {weight} for {tenant!r}, but weights go from {MIN_TENANT_WEIGHT} to "
+                    f"{MAX_TENANT_WEIGHT}"
+                )
 
     def _refuse_unserved(self) -> None:
         graphs = self.use_cuda_graph if isinstance(self.use_cuda_graph, tuple | list) else (self.use_cuda_graph,)

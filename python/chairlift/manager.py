@@ -27,7 +27,7 @@ from chairlift.engine.openmp import release_team
 from chairlift.engine.session import Session
 from chairlift.engine.sizing import batch_cost, resolve
 from chairlift.evaluation import evaluating
-from chairlift.outputs import GenerationOutput, Stats, WorkloadHints
+from chairlift.outputs import GenerationOutput, GroupStats, Stats, WorkloadHints
 from chairlift.probe import learn
 from chairlift.prompts import Prompt, packed_prompts, prompt_array
 from chairlift.sampling.options import GenerationOptions, eos_tuple
@@ -99,6 +99,7 @@ class ContinuousBatchingManager:
             match_unit=self.config.match_unit or 0,
             cache_eviction=self.config.cache_eviction,
             swap_blocks=self.config.swap_blocks,
+            tenant_weights=(self.config.tenant_weights or {}) if self.config.fairness else None,
         )
         self._engine = self._session.engine
         self._modes = CallersModes()
@@ -240,6 +241,7 @@ class ContinuousBatchingManager:
         eos_token_id: int | list[int] | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
     ) -> str:
         """Hands a request over.
 
@@ -251,6 +253,7 @@ class ContinuousBatchingManager:
             record_timestamps: Keep the time of each token.
             eos_token_id: Tokens that end it. None: the generation config's; negative: none.
             priority: Requests of a higher one are admitted first, and lose their blocks last.
+            tenant: Whose it is, with `fairness="tenant"`. None: of those that name none.
             cache_salt: The prompt shares the prefix cache only with prompts of the same salt. None: with those without.
 
         Returns:
@@ -279,8 +282,11 @@ class ContinuousBatchingManager:
             raise TypeError(f"priority is {priority!r}, but must be an integer")
         if abs(priority) > _MOST_PRIORITY:
             raise ValueError(f"priority is {priority}, but must be between -{_MOST_PRIORITY} and {_MOST_PRIORITY}")
-        if cache_salt is not None and not isinstance(cache_salt, str):
-            raise TypeError(f"cache_salt is {cache_salt!r}, but must be a string or None")
+        for name, text in (("cache_salt", cache_salt), ("tenant", tenant)):
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"{name} is {text!r}, but must be a string or None")
+        if tenant is not None and self.config.fairness is None:
+            raise ValueError(f"tenant is {tenant!r}, but fairness is None: set fairness='tenant' in the config")
         with self._lock:
             (label,) = self._books.free_labels(1) if request_id is None else [request_id]
             labels = self.family(label)
@@ -298,6 +304,7 @@ class ContinuousBatchingManager:
                     eos=list(eos),
                     sampling=self.options.sampling,
                     priority=priority,
+                    tenant=tenant or "",
                     cache_salt=_salt(cache_salt),
                     streaming=streaming,
                     record_timestamps=record_timestamps,
@@ -500,7 +507,11 @@ class ContinuousBatchingManager:
 
     def stats(self) -> Stats:
         """Counters and gauges, read without stopping the engine."""
-        return Stats(**self._engine.stats())
+        groups = [
+            GroupStats(str(reach), *counts)
+            for reach, counts in zip(self.geometry.reaches, self._engine.blocks_by_group(), strict=True)
+        ]
+        return Stats(**self._engine.stats(), groups=tuple(groups))
 
     def describe(self) -> str:
         """What was learned and chosen, one fact a line."""
@@ -512,7 +523,7 @@ class ContinuousBatchingManager:
             "model": f"{type(self.model).__name__}, {self.model.dtype}, {self.model.device}",
             "attention calls": f"{len(facts.calls)} ({shared} read the pages of another)",
             "kinds": len({call.kind for call in facts.calls}),
-            "groups": ", ".join(f"{reach.form} {reach.tokens or ''}".strip() for reach in geometry.reaches),
+            "groups": geometry.described(),
             "attention backend": config.attention,
             "page_size": config.page_size,
             "num_blocks": blocks,
@@ -521,11 +532,11 @@ class ContinuousBatchingManager:
             else "off",
             "host memory": f"{config.swap_blocks} blocks for victims" if config.swap_blocks else "none for victims",
             "cache": f"{blocks * geometry.page_size:,} tokens, {self.cache_bytes / 2**20:,.1f} MiB",
-            "padding": f"{geometry.padding_bytes / geometry.model_block_bytes:.1%} of a block",
             "max_batch_tokens": config.max_batch_tokens,
             "max_requests_per_batch": config.max_requests_per_batch,
             "a full batch": f"at most {batch / 2**20:,.1f} MiB beside the cache",
             "scheduler_type": config.scheduler_type,
+            "fairness": config.fairness or "by arrival",
             "safety_margin": config.safety_margin,
             "positions": facts.max_positions or "unbounded",
             "seed": config.seed,

@@ -80,6 +80,23 @@ class WorkloadHints:
 
 
 @dataclass(frozen=True)
+class GroupStats:
+    """Blocks of a group of attention calls.
+
+    Attributes:
+        reach: How far back its calls look.
+        owned_blocks: Of one sequence or more.
+        cached_blocks: Kept for prompts that begin alike.
+        retiring_blocks: Given up, but a step in flight uses them.
+    """
+
+    reach: str
+    owned_blocks: int
+    cached_blocks: int
+    retiring_blocks: int
+
+
+@dataclass(frozen=True)
 class Stats:
     """Counters and gauges of an engine, each exact.
 
@@ -113,6 +130,7 @@ class Stats:
         merged_blocks: Blocks that were given up for another one with the same K and V.
         copied_blocks: Partly matching pages that were copied.
         epoch: Times that everything cached was forgotten: weights changed, or the cache was reset.
+        groups: Blocks that are not free, by group.
     """
 
     submitted: int
@@ -144,3 +162,4 @@ class Stats:
     merged_blocks: int
     copied_blocks: int
     epoch: int
+    groups: tuple[GroupStats, ...] = ()

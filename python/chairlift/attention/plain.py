@@ -61,6 +61,9 @@ class Reach:
     form: Literal["full", "window", "chunk"] = "full"
     tokens: int = 0
 
+    def __str__(self) -> str:
+        return self.form if self.form == "full" else f"{self.form} of {self.tokens}"
+
     def first_seen(self, position: int) -> int:
         """The first position that a query at `position` sees."""
         match self.form:

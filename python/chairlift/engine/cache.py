@@ -1,5 +1,6 @@
 """The cache tensors: one storage of equal blocks, and each call's view of its pages in it."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,13 @@ class Geometry:
     def num_groups(self) -> int:
         """Groups of calls."""
         return len(self.reaches)
+
+    def described(self) -> str:
+        """The groups with their calls, and what the split costs."""
+        calls = Counter(group for group, _ in self.places.values())
+        names = [f"{calls[group]} x {reach}" for group, reach in enumerate(self.reaches)]
+        unused = self.padding_bytes / self.model_block_bytes
+        return f"{len(names)} of {self.block_bytes:,} bytes a block ({', '.join(names)}), {unused:.1%} of it padding"
 
     @property
     def model_block_bytes(self) -> int:

@@ -1,5 +1,7 @@
 """A session's machinery: the engine in Rust, the cache tensors, the tables on the device, and the runner."""
 
+from collections.abc import Mapping
+
 from transformers import PreTrainedModel
 
 from chairlift import _native
@@ -33,6 +35,7 @@ class Session:
         match_unit: int = 0,
         cache_eviction: str = "lru",
         swap_blocks: int = 0,
+        tenant_weights: Mapping[str, float] | None = None,
     ) -> None:
         """Allocates pool and buffers. All sizes as in `ContinuousBatchingConfig`, resolved."""
         self.engine = _native.Engine(
@@ -52,6 +55,7 @@ class Session:
                 match_unit=match_unit,
                 cache_eviction=cache_eviction,
                 swap_blocks=swap_blocks,
+                tenant_weights=None if tenant_weights is None else list(tenant_weights.items()),
             )
         )
         device = facts.calls[0].kind.device

@@ -2,12 +2,16 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::pool::BlockCounts;
+
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
         /// The live numbers.
         #[derive(Debug, Default)]
         pub struct Counters {
             $(pub(crate) $name: AtomicU64,)*
+            /// By group: owned, cached and retiring blocks.
+            groups: Vec<[AtomicU64; 3]>,
         }
 
         /// All numbers at one moment (each exact, not necessarily of the same step).
@@ -94,6 +98,29 @@ counters! {
 }
 
 impl Counters {
+    pub(crate) fn new(num_groups: usize) -> Self {
+        Self { groups: (0..num_groups).map(|_| Default::default()).collect(), ..Self::default() }
+    }
+
+    /// Blocks that are not free, by the group that uses them.
+    pub fn by_group(&self) -> Vec<BlockCounts> {
+        let read = |number: &AtomicU64| number.load(Ordering::Relaxed) as u32;
+        let counts = self.groups.iter().map(|[owned, cached, retiring]| BlockCounts {
+            owned: read(owned),
+            cached: read(cached),
+            retiring: read(retiring),
+        });
+        counts.collect()
+    }
+
+    pub(crate) fn publish_groups(&self, counts: &[BlockCounts]) {
+        for (gauges, counts) in self.groups.iter().zip(counts) {
+            for (gauge, count) in gauges.iter().zip([counts.owned, counts.cached, counts.retiring]) {
+                gauge.store(u64::from(count), Ordering::Relaxed);
+            }
+        }
+    }
+
     pub(crate) fn add(counter: &AtomicU64, amount: u64) {
         // One writer: a load and a store are enough, and cheaper than a locked addition.
         counter.store(counter.load(Ordering::Relaxed) + amount, Ordering::Relaxed);

@@ -173,7 +173,7 @@ impl Engine {
             rows: Rows::new(config.max_requests_per_batch),
             inbox: Arc::new(Inbox::new(&config)),
             outbox: Arc::default(),
-            counters: Arc::default(),
+            counters: Arc::new(Counters::new(config.groups.len())),
             seqs: SlotMap::with_key(),
             by_request: HashMap::new(),
             queue: WaitingQueue::new(config.fairness.clone()),
@@ -489,6 +489,7 @@ impl Engine {
         counters.swapped.store(self.num_swapped, Relaxed);
         counters.swap_capacity.store(u64::from(self.swap.capacity()), Relaxed);
         counters.free_swap_blocks.store(u64::from(self.swap.available()), Relaxed);
+        counters.publish_groups(pool.by_group());
         counters.evictions.store(self.ledger.evictions, Relaxed);
     }
 

@@ -16,6 +16,7 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// What the engine's thread finds in the inbox.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant)] // nearly all are submits: a box would be one more allocation for each
 pub(crate) enum Message {
     /// The first id, and the keys of the prompt.
     Submit(RequestId, Request, Key, Vec<Key>),

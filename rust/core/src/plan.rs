@@ -202,6 +202,7 @@ impl Engine {
                 self.seqs[head].rest.passed_over += 1;
             }
             let arrival = self.give_row(id, now);
+            self.seqs[id].reserve(&self.config);
             match self.seqs[id].rest.swapped {
                 Some(_) => self.take_back(id, flight),
                 None => self.take_hit(id, offer.hit, arrival, flight),
@@ -278,9 +279,7 @@ impl Engine {
     fn take_hit(&mut self, id: SeqId, hit: Hit, arrival: Arrival, flight: &mut Flight) {
         let (page_size, match_unit) = (self.config.page_size, self.config.match_unit);
         let num_groups = self.config.groups.len();
-        let longest = self.seqs[id].max_len.min(RESERVED_TOKENS);
         let mut blocks = std::mem::take(&mut self.seqs[id].blocks);
-        blocks.reserve((longest.div_ceil(page_size) as usize + 1) * num_groups);
         // All that is shared or copied from has its owner before a block is allocated, which may evict others.
         for page in 0..hit.tokens.div_ceil(page_size) {
             for group in 0..num_groups {
@@ -313,8 +312,6 @@ impl Engine {
         if arrival == Arrival::Fresh {
             seq.rest.cached_tokens = hit.tokens;
         }
-        let most = (seq.max_len.min(RESERVED_TOKENS) as usize).saturating_sub(seq.tokens.len());
-        seq.tokens.reserve(most);
         seq.rest.shares = self.ledger.index.is_on();
         if seq.rest.shares {
             seq.rest.published = hit.tokens / match_unit;
@@ -668,6 +665,3 @@ fn write_pairs(section: &mut [i32], pairs: impl Iterator<Item = [u32; PAIR_WIDTH
         place.copy_from_slice(&pair.map(|number| number as i32));
     }
 }
-
-/// What a sequence gets room for at its admission, so that its lists need not grow while it decodes.
-const RESERVED_TOKENS: u32 = 1 << 16;

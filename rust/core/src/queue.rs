@@ -224,7 +224,7 @@ impl WaitingQueue {
         let mut counts = vec![0; self.tenants.len()];
         sequences.for_each(|tenant| counts[tenant.0 as usize] += 1);
         let ordered = |id: TenantId, tenant: &Tenant| {
-            self.order.contains(&(tenant.served, id)) == !tenant.waiting.is_empty()
+            self.order.contains(&(tenant.served, id)) != tenant.waiting.is_empty()
         };
         let mut tenants = self.tenants.iter().enumerate();
         let waiting: usize = self.tenants.iter().map(|tenant| tenant.waiting.len()).sum();

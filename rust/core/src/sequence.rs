@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crate::config::EngineConfig;
 use crate::hash::Key;
 use crate::ids::{BlockId, RequestId, RowId};
 use crate::pool::Tickets;
@@ -25,6 +26,9 @@ pub enum Sampling {
         top_p: f32,
     },
 }
+
+/// Tokens that a sequence gets room for at its admission, at most.
+const MOST_RESERVED: u32 = 1 << 16;
 
 /// What a user submits.
 #[derive(Debug, Clone, PartialEq)]
@@ -214,6 +218,26 @@ impl Sequence {
     /// Tokens that it can be extended by with `available` more blocks.
     pub fn room(&self, available: u32, page_size: u32, num_groups: u32) -> u32 {
         (self.held + available / num_groups * page_size).saturating_sub(self.planned)
+    }
+
+    /// Gives its lists room for what is to come, so that they need not grow while it decodes.
+    pub fn reserve(&mut self, config: &EngineConfig) {
+        let more = (self.max_len.min(MOST_RESERVED) as usize).saturating_sub(self.tokens.len());
+        let longest = self.tokens.len() + more;
+        self.tokens.reserve(more);
+        let pages = longest.div_ceil(config.page_size as usize) + 1;
+        self.blocks.reserve(pages * config.groups.len());
+        // A page may be started, merged and given back before a step brings the news.
+        self.news.reserve(4 * config.groups.len());
+        if let Some(units) = longest.checked_div(config.match_unit as usize) {
+            self.rest.keys.reserve_exact(units.saturating_sub(self.rest.keys.len()));
+        }
+        if self.record_logprobs {
+            self.rest.logprobs.reserve(more);
+        }
+        if self.record_timestamps {
+            self.rest.timestamps.reserve(more);
+        }
     }
 
     /// Places of `blocks` that no step has brought yet.

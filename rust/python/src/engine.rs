@@ -25,7 +25,7 @@ impl EngineConfig {
     #[new]
     #[pyo3(signature = (*, page_size, num_blocks, groups, max_requests_per_batch, max_batch_tokens, vocab_size,
         max_cache_reads=None, safety_margin=0.15, scheduler_type="fifo", max_positions=None, max_queue_size=0, seed=0,
-        match_unit=None, cache_eviction="lru", swap_blocks=0, hash_bits=128))]
+        match_unit=None, cache_eviction="lru", swap_blocks=0, tenant_weights=None, hash_bits=128))]
     #[allow(clippy::too_many_arguments)] // keyword-only fields
     fn new(
         page_size: u32,
@@ -43,6 +43,7 @@ impl EngineConfig {
         match_unit: Option<u32>,
         cache_eviction: &str,
         swap_blocks: u32,
+        tenant_weights: Option<Vec<(String, f64)>>,
         hash_bits: u32,
     ) -> PyResult<Self> {
         let policy = match scheduler_type {
@@ -71,6 +72,7 @@ impl EngineConfig {
             max_cache_reads,
             safety_margin,
             policy,
+            fairness: tenant_weights.map_or(core::Fairness::Arrival, core::Fairness::Tenants),
             vocab_size,
             max_positions,
             max_queue_size,
@@ -422,7 +424,7 @@ impl Engine {
     }
 
     #[pyo3(signature = (prompt, *, max_new_tokens, n=1, eos=Vec::new(), sampling=None, priority=0, seed=None,
-        cache_salt="", adapter="", streaming=false, record_timestamps=false, record_logprobs=false))]
+        tenant="", cache_salt="", adapter="", streaming=false, record_timestamps=false, record_logprobs=false))]
     #[allow(clippy::too_many_arguments)] // keyword-only fields
     fn submit(
         &self,
@@ -434,6 +436,7 @@ impl Engine {
         sampling: Option<&Sampling>,
         priority: i32,
         seed: Option<u64>,
+        tenant: &str,
         cache_salt: &str,
         adapter: &str,
         streaming: bool,
@@ -448,6 +451,7 @@ impl Engine {
             sampling: sampling.map_or(core::Sampling::Greedy, |sampling| sampling.0),
             priority,
             seed,
+            tenant: tenant.to_owned(),
             cache_salt: cache_salt.to_owned(),
             adapter: adapter.to_owned(),
             streaming,
@@ -580,6 +584,12 @@ impl Engine {
     #[getter]
     fn undelivered(&self) -> usize {
         self.outbox.len()
+    }
+
+    /// Owned, cached and retiring blocks of each group.
+    fn blocks_by_group(&self) -> Vec<(u32, u32, u32)> {
+        let counts = self.counters.by_group();
+        counts.iter().map(|counts| (counts.owned, counts.cached, counts.retiring)).collect()
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
