@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import chairlift
 from chairlift import _native
 from peers import describe_cpu, installed_version
 from plain_engine import PlainEngine, PlannedStep, check_equal_work
@@ -30,6 +33,7 @@ from plain_engine import PlainEngine, PlannedStep, check_equal_work
 PAGE_SIZE = 256
 VOCAB_SIZE = 50_000
 STEPS = 60
+BESIDE_STEPS = 2000
 PEER_RUNNING = (64, 256, 1024)
 PEER_CONTEXT = 512
 RATIOS_AT = 256
@@ -98,24 +102,30 @@ def check_step(step: _native.Step | PlannedStep | None, load: Load) -> None:
         raise RuntimeError(f"not a step of {load.running} decodes: {shape}")
 
 
-def chairlift_us(load: Load) -> float:
-    """Microseconds of one `advance` with that load, the median of `STEPS`."""
-    engine = _native.Engine(engine_config(**load.sizes()))
+def running_engine(load: Load, extra_blocks: int = 0) -> _native.Engine:
+    """An engine whose sequences all decode."""
+    sizes = load.sizes()
+    sizes["num_blocks"] += extra_blocks
+    engine = _native.Engine(engine_config(**sizes))
     arena = np.zeros(engine.arena_capacity, np.int32)
-    tokens, logprobs = np.ones(load.running, np.int32), np.zeros(load.running, np.float32)
-    engine.bind_slot(0, arena, tokens, logprobs)
+    engine.bind_slot(0, arena, np.ones(load.running, np.int32), np.zeros(load.running, np.float32))
     for prompt in load.prompts():
         engine.submit(prompt, max_new_tokens=100_000, streaming=load.streaming)
+    engine.advance(None, 0, 0.0)
+    return engine
+
+
+def chairlift_us(load: Load) -> float:
+    """Microseconds of one `advance` with that load, the median of `STEPS`."""
+    engine = running_engine(load)
     waiting = np.ones(64, np.int64)
-    now = 0.0
-    engine.advance(None, 0, now)
     for _ in range(load.queued):
         engine.submit(waiting, max_new_tokens=16)
-    engine.advance(0, 0, now)  # takes the queue in
+    engine.advance(0, 0, 0.0)  # takes the queue in
     times = []
     for _ in range(STEPS):
         start = time.perf_counter_ns()
-        step = engine.advance(0, 0, now)
+        step = engine.advance(0, 0, 0.0)
         times.append((time.perf_counter_ns() - start) / 1000)
         check_step(step, load)
         while engine.take_next() is not None:
@@ -207,6 +217,51 @@ def scale_chairlift(rounds: int) -> list[str]:
     return ratios
 
 
+def beside_busy_python() -> list[str]:
+    """The time inside `advance`, quiet and beside a thread that never lets the GIL go by itself."""
+    load = Load(1024, 512)
+    p99 = {}
+    for name in ("quiet", "busy"):
+        engine = running_engine(load, extra_blocks=load.running * (BESIDE_STEPS // PAGE_SIZE + 1))
+        done = threading.Event()
+        thread = threading.Thread(target=count, args=(done,))
+        if name == "busy":
+            thread.start()
+        times = []
+        for _ in range(BESIDE_STEPS):
+            engine.advance(0, 0, 0.0)
+            times.append(engine.advance_ns / 1000)
+        done.set()
+        if name == "busy":
+            thread.join()
+        p99[name] = float(np.percentile(times, 99))
+        print(f"inside advance, 1,024 running, {name}: median {median(times):.1f} us, p99 {p99[name]:.1f} us")
+    return [f"inside advance, p99 beside a busy Python thread / quiet: {p99['busy'] / p99['quiet']:.2f}x"]
+
+
+def count(done: threading.Event) -> int:
+    """Pure Python, for as long as it is wanted."""
+    number = 0
+    while not done.is_set():
+        number += 1
+    return number
+
+
+def submit_a_million() -> None:
+    """`add_requests` of a million prompts that stand in the rows of an array, in a manager that is not started."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config).eval()
+    sizes = chairlift.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=512)
+    manager = chairlift.init_continuous_batching(model, continuous_batching_config=sizes)
+    prompts = np.random.default_rng(0).integers(0, VOCAB_SIZE, (1_000_000, 128))
+    start = time.perf_counter()
+    labels = manager.add_requests(prompts, max_new_tokens=16)
+    seconds = time.perf_counter() - start
+    print(f"add_requests of {len(labels):,} prompts of 128 tokens from rows of an array: {seconds:.2f} s")
+
+
 def print_conditions(rounds: int, peers: bool) -> None:
     """What the figures below hold for; with peers, after the proof that plain Python does the engine's work."""
     versions = ", ".join(f"{name} {installed_version(name)}" for name in ("chairlift", "torch", "transformers"))
@@ -232,6 +287,9 @@ def main() -> None:
     arguments = parser.parse_args()
     print_conditions(arguments.rounds, arguments.peers)
     ratios = scale_chairlift(arguments.rounds)
+    print()
+    ratios += beside_busy_python()
+    submit_a_million()
     if arguments.peers:
         ratios += compare_peers(arguments.rounds)
     print()

@@ -1,8 +1,9 @@
 //! The engine as Python sees it: arrays, ids and events.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use chairlift_core as core;
 use pyo3::buffer::PyBuffer;
@@ -265,6 +266,7 @@ pub struct Engine {
     outbox: Arc<core::Outbox>,
     counters: Arc<core::Counters>,
     arena_capacity: usize,
+    advance_ns: AtomicU64,
 }
 
 impl Engine {
@@ -282,7 +284,7 @@ impl Engine {
             None => Duration::MAX,
             Some(seconds) => Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX),
         };
-        let start = std::time::Instant::now();
+        let start = Instant::now();
         loop {
             let left = timeout.saturating_sub(start.elapsed());
             match py.detach(|| wait(left.min(SIGNAL_INTERVAL))) {
@@ -314,6 +316,7 @@ impl Engine {
             outbox: engine.outbox(),
             counters: engine.counters(),
             arena_capacity: engine.arena_capacity(),
+            advance_ns: AtomicU64::new(0),
             inner: Mutex::new(Inner { engine, slots: [None, None] }),
         })
     }
@@ -321,6 +324,11 @@ impl Engine {
     #[getter]
     fn token_capacity(&self) -> u64 {
         self.inbox.capacity_tokens()
+    }
+
+    #[getter]
+    fn advance_ns(&self) -> u64 {
+        self.advance_ns.load(Ordering::Relaxed)
     }
 
     #[getter]
@@ -373,6 +381,7 @@ impl Engine {
     ) -> PyResult<Option<Step>> {
         let (done, next) = (done.map(slot).transpose()?, next.map(slot).transpose()?);
         let advanced = py.detach(|| {
+            let start = Instant::now();
             let mut inner = self.lock();
             let Inner { engine, slots } = &mut *inner;
             let buffers = |slot: core::Slot| slots[slot.index()].as_ref().ok_or_else(|| unbound(slot));
@@ -394,7 +403,9 @@ impl Engine {
                 }
                 None => None,
             };
-            engine.advance(results, arena, now)
+            let step = engine.advance(results, arena, now);
+            self.advance_ns.store(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
+            step
         });
         Ok(advanced.map_err(to_python)?.map(Step))
     }
