@@ -86,6 +86,9 @@ pub struct EngineConfig {
     pub vocab_size: u32,
     /// Positions of the model, when they end.
     pub max_positions: Option<u32>,
+    /// Longest sequence of the first *regime*, where a model computes longer ones otherwise (RoPE with long factors):
+    /// sequences of two regimes are never in one step, and one that outgrows the first is computed again.
+    pub first_regime: Option<u32>,
     /// Bound on requests that wait to be admitted for the first time; 0 is none.
     pub max_queue_size: usize,
     /// Seed of requests that bring none, and of the keys of the prefix cache.
@@ -114,6 +117,7 @@ impl Default for EngineConfig {
             fairness: Fairness::Arrival,
             vocab_size: 1 << 16,
             max_positions: None,
+            first_regime: None,
             max_queue_size: 0,
             seed: 0,
             match_unit: Self::default_match_unit(256),
@@ -170,6 +174,12 @@ impl EngineConfig {
                 self.hash_bits.to_string(),
                 "at least 1 and at most 128",
             ),
+            (
+                "first_regime",
+                self.first_regime != Some(0),
+                format!("{:?}", self.first_regime),
+                "at least 1 token, or none",
+            ),
             ("vocab_size", self.vocab_size >= 1, self.vocab_size.to_string(), "at least 1"),
             (
                 "num_blocks",
@@ -225,6 +235,11 @@ impl EngineConfig {
             if self.blocks_to_hold(middle) <= pool { fits = middle } else { too_many = middle }
         }
         u64::from(fits)
+    }
+
+    /// Whether a sequence of that length is beyond the first regime.
+    pub(crate) fn is_second_regime(&self, len: u32) -> bool {
+        self.first_regime.is_some_and(|longest| len > longest)
     }
 
     /// Tokens of one sequence that pool and positions bear.

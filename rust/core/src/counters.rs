@@ -73,6 +73,8 @@ counters! {
     starved,
     /// Victims whose tokens joined their prompt.
     soft_resets,
+    /// Sequences that were computed again as they outgrew the first regime.
+    crossings,
     /// Sequences whose K and V are in host memory.
     swapped,
     /// Blocks of host memory.

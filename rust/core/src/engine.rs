@@ -28,6 +28,8 @@ use crate::swap::{SwapId, SwapPool};
 pub struct Step {
     /// The buffers it uses.
     pub slot: Slot,
+    /// Whether its rows are of the second regime.
+    pub second_regime: bool,
     /// Its sizes.
     pub shape: StepShape,
     /// Where each section lies.
@@ -136,6 +138,8 @@ pub struct Engine {
     /// The step in flight in each slot.
     pub(crate) in_flight: [Option<Flight>; 2],
     pub(crate) planned_steps: u64,
+    /// The regime that the last step left out: the next step is its.
+    pub(crate) owed_regime: Option<bool>,
     /// Requests of several sequences, by their first: how many they had, and how many of them live.
     pub(crate) families: HashMap<RequestId, (u32, u32)>,
     /// Where decodes start when the budget of cache reads cut the last step short.
@@ -185,6 +189,7 @@ impl Engine {
             arena_capacity: ArenaLayout::capacity(&config),
             in_flight: [None, None],
             planned_steps: 0,
+            owed_regime: None,
             families: HashMap::new(),
             decode_cursor: 0,
             steps_without_all_decodes: 0,
@@ -394,6 +399,7 @@ impl Engine {
             record_timestamps: what.record_timestamps,
             record_logprobs: what.record_logprobs,
             forgets: forgotten > 0,
+            second_regime: self.config.is_second_regime(prompt_len),
             more_eos: what.eos.len() > 1,
             rest: Box::new(Rest {
                 parent: first,

@@ -50,6 +50,14 @@ impl PrefixHasher {
         short(&hasher)
     }
 
+    /// The root of the same salt and adapter in the second regime.
+    pub fn second_regime(&self, root: Key) -> Key {
+        let mut hasher = blake3::Hasher::new_keyed(&self.secret);
+        hasher.update(b"second regime");
+        hasher.update(&root.to_le_bytes());
+        short(&hasher)
+    }
+
     /// The key of a match unit that follows another, or the root.
     pub fn next(&self, before: Key, tokens: &[i32]) -> Key {
         debug_assert_eq!(tokens.len(), self.match_unit);

@@ -53,6 +53,7 @@ pub struct Inbox {
     num_blocks: u32,
     page_size: u32,
     max_queue_size: usize,
+    first_regime: Option<u32>,
     hasher: PrefixHasher,
 }
 
@@ -69,6 +70,7 @@ impl Inbox {
             num_blocks: config.num_blocks,
             page_size: config.page_size,
             max_queue_size: config.max_queue_size,
+            first_regime: config.first_regime,
             hasher: PrefixHasher::new(config),
         }
     }
@@ -143,7 +145,10 @@ impl Inbox {
                 return Err((place, Error::InvalidN { value: request.n }));
             }
             // Hashed here, by the thread that submits.
-            let root = self.hasher.root(&request.cache_salt, &request.adapter);
+            let mut root = self.hasher.root(&request.cache_salt, &request.adapter);
+            if self.first_regime.is_some_and(|longest| request.prompt.len() > longest as usize) {
+                root = self.hasher.second_regime(root);
+            }
             let keys = self.hasher.chain(root, &request.prompt);
             messages.push(Message::Submit(RequestId(sequences), request, root, keys));
             sequences += u64::from(messages.last().map_or(0, Message::sequences));

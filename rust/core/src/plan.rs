@@ -22,6 +22,19 @@ struct Budget {
     table_changes: u32,
     /// Whether it was too small for some decode.
     left_out: bool,
+    /// The regime of the step, once it has a row.
+    second_regime: Option<bool>,
+    /// Whether something of the other regime was left out.
+    other_regime: bool,
+}
+
+impl Budget {
+    /// Whether a row of that regime may be in the step.
+    fn takes_regime(&mut self, second: bool) -> bool {
+        let takes = self.second_regime.is_none_or(|of_step| of_step == second);
+        self.other_regime |= !takes;
+        takes
+    }
 }
 
 /// What an admission starts from.
@@ -47,9 +60,14 @@ impl Engine {
         }
         let mut flight = self.spare.pop().unwrap_or_default();
         flight.clear();
+        self.cross_over();
+        let mut owed_regime = self.owed_regime.take();
         let mut first_pass = true;
         loop {
-            self.choose_rows(slot, &mut flight, now);
+            self.choose_rows(slot, &mut flight, now, owed_regime);
+            if flight.entries.is_empty() && owed_regime.take().is_some() {
+                continue;
+            }
             if std::mem::take(&mut first_pass) {
                 Counters::add(&self.counters.starved, self.starved.len() as u64);
             }
@@ -82,6 +100,30 @@ impl Engine {
         Ok(Some(step))
     }
 
+    /// Sequences that have outgrown the first regime wait again, to be computed from the start in the second.
+    fn cross_over(&mut self) {
+        if self.config.first_regime.is_none() {
+            return;
+        }
+        let mut crossing = std::mem::take(&mut self.split);
+        crossing.clear();
+        crossing.extend(self.active.iter().copied().filter(|&id| {
+            let seq = &self.seqs[id];
+            seq.in_flight.is_empty()
+                && !seq.second_regime
+                && self.config.is_second_regime(seq.tokens.len() as u32)
+        }));
+        for &id in &crossing {
+            self.leave(id);
+            let seq = &mut self.seqs[id];
+            seq.second_regime = true;
+            seq.rest.root = self.hasher.second_regime(seq.rest.root);
+            seq.rest.keys.clear();
+        }
+        Counters::add(&self.counters.crossings, crossing.len() as u64);
+        self.split = crossing;
+    }
+
     /// Rows that bring one token stand first: kernels may have a faster path for them.
     fn singles_first(&mut self, entries: &mut Vec<Entry>) {
         let longer = &mut self.longer;
@@ -94,7 +136,7 @@ impl Engine {
         entries.append(longer);
     }
 
-    fn choose_rows(&mut self, slot: Slot, flight: &mut Flight, now: f64) {
+    fn choose_rows(&mut self, slot: Slot, flight: &mut Flight, now: f64, second_regime: Option<bool>) {
         self.starved.clear();
         let mut budget = Budget {
             slot,
@@ -102,6 +144,8 @@ impl Engine {
             cache_reads: self.config.max_cache_reads.unwrap_or(u64::MAX),
             table_changes: self.table_changes,
             left_out: false,
+            second_regime,
+            other_regime: false,
         };
         let prefills_first = self.config.policy == Policy::PrefillFirst
             && self.steps_without_all_decodes + 1 < MAX_STEPS_WITHOUT_DECODES;
@@ -116,6 +160,7 @@ impl Engine {
         if !flight.entries.is_empty() {
             self.steps_without_all_decodes =
                 if budget.left_out { self.steps_without_all_decodes + 1 } else { 0 };
+            self.owed_regime = budget.second_regime.filter(|_| budget.other_regime).map(|second| !second);
         }
     }
 
@@ -128,6 +173,14 @@ impl Engine {
             let seq = &self.seqs[id];
             // One whose prompt comes to its end in this very step decodes from the next.
             if seq.phase != Phase::Decoding || seq.ends_in_flight() || seq.in_flight.has(budget.slot) {
+                continue;
+            }
+            if self.config.is_second_regime(seq.planned + 1) && !seq.second_regime {
+                // It is computed again when its last token is there.
+                continue;
+            }
+            if !budget.takes_regime(seq.second_regime) {
+                budget.left_out = true;
                 continue;
             }
             let reads = self.reads(seq.planned, 1);
@@ -155,6 +208,9 @@ impl Engine {
                 break;
             }
             let seq = &self.seqs[id];
+            if !budget.takes_regime(seq.second_regime) {
+                continue;
+            }
             let chunk = self.chunk(seq.known(), seq.planned, budget);
             if chunk == 0 || self.changes(id, chunk) > budget.table_changes {
                 continue;
@@ -179,6 +235,11 @@ impl Engine {
                 break;
             }
             let Some(id) = self.queue.next(&skipped) else { break };
+            if !budget.takes_regime(self.seqs[id].second_regime) {
+                // The next step is its.
+                skipped.push(id);
+                continue;
+            }
             let Some(offer) = self.offer(id) else {
                 // What it needs next is being computed by another. That one is active, so this is no passing over.
                 skipped.push(id);
@@ -487,6 +548,7 @@ impl Engine {
             flight.wants_logprobs |= seq.record_logprobs;
         }
         flight.entries.push(entry);
+        budget.second_regime = Some(seq.second_regime);
         budget.tokens -= len;
         budget.table_changes -= entry.news;
         budget.cache_reads -= reads;
@@ -656,7 +718,8 @@ impl Engine {
         write_pairs(&mut arena[layout.copies.clone()], copies);
         write_pairs(&mut arena[layout.swap_outs.clone()], swap_outs);
         write_pairs(&mut arena[layout.swap_ins.clone()], swap_ins);
-        Step { slot, shape, layout }
+        let second_regime = flight.entries.first().is_some_and(|entry| self.seqs[entry.id].second_regime);
+        Step { slot, second_regime, shape, layout }
     }
 }
 

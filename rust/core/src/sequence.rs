@@ -148,6 +148,8 @@ pub(crate) struct Sequence {
     pub record_logprobs: bool,
     /// Whether some group gives pages back.
     pub forgets: bool,
+    /// Whether it is of the second regime.
+    pub second_regime: bool,
     /// Whether there are more tokens that end it than the first.
     pub more_eos: bool,
     pub rest: Box<Rest>,

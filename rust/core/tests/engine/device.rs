@@ -27,6 +27,7 @@ pub struct Device {
     memory: Memory,
     /// What is in host memory.
     host: Memory,
+    first_regime: Option<u32>,
     last: LastStep,
     vocab_size: i32,
     /// Whether a step may be planned before the one before it is committed.
@@ -52,6 +53,7 @@ impl Device {
             tables: HashMap::new(),
             memory: HashMap::new(),
             host: HashMap::new(),
+            first_regime: config.first_regime,
             last: LastStep::default(),
             vocab_size: config.vocab_size as i32,
             late: false,
@@ -90,7 +92,10 @@ impl Device {
         assert_eq!(slots.iter().collect::<HashSet<_>>().len(), slots.len(), "two writes to one place");
         for group in 0..self.num_groups {
             for n in 0..step.shape.tokens {
-                self.memory.insert(slots[group * step.shape.tokens + n], (group, positions[n], tokens[n]));
+                self.memory.insert(
+                    slots[group * step.shape.tokens + n],
+                    (group, positions[n], tokens[n], step.second_regime),
+                );
             }
         }
         let logits: HashSet<i32> = arena[at.logits_rows.clone()].iter().copied().collect();
@@ -101,9 +106,12 @@ impl Device {
                 assert!(to > from, "a row without tokens");
                 let kv_len = arena[at.kv_lens.start + n];
                 let start = kv_len - (to - from) as i32;
+                let within = self.first_regime.is_none_or(|longest| kv_len <= longest as i32);
+                assert!(step.second_regime || within, "too long for the first regime");
                 assert_eq!(positions[from..to], (start..kv_len).collect::<Vec<_>>());
-                let contents: Vec<Vec<i32>> =
-                    (0..self.num_groups).map(|group| self.read(group, rows[n], start, kv_len)).collect();
+                let contents: Vec<Vec<i32>> = (0..self.num_groups)
+                    .map(|group| self.read(step, group, rows[n], start, kv_len))
+                    .collect();
                 let content = contents.iter().max_by_key(|content| content.len()).unwrap().clone();
                 assert!(contents.iter().all(|shorter| content.ends_with(shorter)));
                 SeenRow {
@@ -151,7 +159,7 @@ impl Device {
         }
     }
 
-    fn read(&self, group: usize, row: i32, start: i32, kv_len: i32) -> Vec<i32> {
+    fn read(&self, step: &Step, group: usize, row: i32, start: i32, kv_len: i32) -> Vec<i32> {
         let page_size = self.page_size as i32;
         let first_seen = self.reaches[group].first_seen(start as u32) as i32;
         // What was unseen by the last committed token is given back.
@@ -167,16 +175,18 @@ impl Device {
         (first_seen..kv_len)
             .map(|position| {
                 let block = self.tables[&(group as i32, row, position / page_size)];
-                let (of_group, of_position, token) = self.memory[&(block * page_size + position % page_size)];
+                let place = block * page_size + position % page_size;
+                let (of_group, of_position, token, second_regime) = self.memory[&place];
                 assert_eq!((of_group, of_position), (group, position), "another's K and V");
+                assert_eq!(second_regime, step.second_regime, "K and V of another regime");
                 token
             })
             .collect()
     }
 }
 
-/// A place's content: of which group, at which position, which token.
-type Memory = HashMap<i32, (usize, i32, i32)>;
+/// A place's content: of which group, at which position, which token, and whether of the second regime.
+type Memory = HashMap<i32, (usize, i32, i32, bool)>;
 
 fn move_page(from: &Memory, from_page: i32, to: &mut Memory, to_page: i32, page_size: i32) {
     for offset in 0..page_size {

@@ -60,12 +60,18 @@ fn config() -> impl Strategy<Value = EngineConfig> {
         policy,
         prop::sample::select(vec![0.0, 0.15, 0.5, 1.0]),
         prop::option::of(8..60_u32),
-        (0..5_usize, eviction, prop::sample::select(vec![0, 0, 5, 20, 100]), any::<bool>()),
+        (
+            0..5_usize,
+            eviction,
+            prop::sample::select(vec![0, 0, 5, 20, 100]),
+            any::<bool>(),
+            prop::option::weighted(0.2, 1..50_u32),
+        ),
     );
     (sizes, rules).prop_map(
         |(
             (page, blocks, groups, rows, tokens),
-            (gathers, policy, margin, positions, (unit, eviction, swap, fair)),
+            (gathers, policy, margin, positions, (unit, eviction, swap, fair, first_regime)),
         )| {
             let weights = [("0", 1.0), ("1", 2.0), ("2", 0.5)];
             let fairness =
@@ -89,6 +95,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
                 match_unit: if unit == 0 { 0 } else { units[unit % units.len()] },
                 cache_eviction: eviction,
                 swap_blocks: swap,
+                first_regime,
                 fairness: if fair { fairness } else { Fairness::Arrival },
                 ..EngineConfig::default()
             }
@@ -188,6 +195,7 @@ impl Pair {
         self.prompts.extend(vec![tokens.clone(); what.n as usize]);
         self.requests += 1;
         let (Some(naive), Some(room)) = (&mut self.naive, room) else { return };
+        let naive_second = naive.is_second(what.prompt);
         let sequence = |child| NaiveSeq {
             request: first + child,
             parent: first,
@@ -214,6 +222,7 @@ impl Pair {
             prefill_len: 0,
             cached_tokens: 0,
             epoch: 0,
+            second: naive_second,
             swapped: None,
         };
         // The first of them is the last that the engine takes in.
@@ -341,8 +350,9 @@ impl Pair {
             let states = [stats.free_blocks, stats.owned_blocks, stats.cached_blocks, stats.retiring_blocks];
             assert_eq!(states.map(|count| count as usize), naive.states(), "free, owned, cached, retiring");
             assert_eq!(stats.free_swap_blocks as usize, naive.free_host());
-            let offloads = [stats.soft_resets, stats.swap_outs, stats.swap_ins];
-            assert_eq!(offloads, [naive.soft_resets, naive.swap_outs, naive.swap_ins], "soft resets, swaps");
+            let offloads = [stats.soft_resets, stats.swap_outs, stats.swap_ins, stats.crossings];
+            let of_twin = [naive.soft_resets, naive.swap_outs, naive.swap_ins, naive.crossings];
+            assert_eq!(offloads, of_twin, "soft resets, swaps out and in, crossings");
         }
         let sees_all = self.engine.config().groups.contains(&Reach::Full);
         for (request, tokens, finish, _) in ended {
@@ -443,6 +453,7 @@ fn stories(
         "swap_ins",
         "cached_tokens",
         "evictions",
+        "crossings",
         "merged_blocks",
         "copied_blocks",
         "epoch",

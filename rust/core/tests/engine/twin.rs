@@ -41,6 +41,7 @@ pub struct NaiveSeq {
     pub prefill_len: usize,
     pub cached_tokens: usize,
     pub epoch: u64,
+    pub second: bool,
     pub swapped: Option<NaiveSwapped>,
 }
 
@@ -60,7 +61,7 @@ impl NaiveSeq {
 
     /// A prefix, after what must be the same as well.
     fn text(&self, len: usize) -> Vec<i32> {
-        std::iter::once(self.salt).chain(self.tokens[..len].iter().copied()).collect()
+        [self.salt, i32::from(self.second)].into_iter().chain(self.tokens[..len].iter().copied()).collect()
     }
 }
 
@@ -120,6 +121,9 @@ pub struct Naive {
     busy_rows: Vec<Steps>,
     /// Victims whose blocks go to the host with the next step.
     unsent: Vec<u64>,
+    /// The regime that the last step left out.
+    owed: Option<bool>,
+    pub crossings: u64,
     /// Blocks of the host that a step in flight writes, and nobody wants any more.
     busy_host: Vec<(usize, Steps)>,
     epoch: u64,
@@ -144,6 +148,16 @@ struct Budget {
     tokens: usize,
     reads: usize,
     changes: usize,
+    second: Option<bool>,
+    other_regime: bool,
+}
+
+impl Budget {
+    fn takes(&mut self, second: bool) -> bool {
+        let takes = self.second.is_none_or(|of_step| of_step == second);
+        self.other_regime |= !takes;
+        takes
+    }
 }
 
 fn first_seen(reach: Reach, position: usize) -> usize {
@@ -171,6 +185,8 @@ impl Naive {
             waiting: [vec![], vec![]],
             busy_rows: vec![],
             unsent: vec![],
+            owed: None,
+            crossings: 0,
             tenants: vec![],
             busy_host: vec![],
             epoch: 0,
@@ -705,6 +721,8 @@ impl Naive {
 
     /// The rows of the next step. Empty: nothing can run now.
     pub fn plan(&mut self, slot: usize) -> Vec<NaiveRow> {
+        self.cross_over();
+        let mut owed = self.owed.take();
         loop {
             let mut step = NaiveStep { slot, ..NaiveStep::default() };
             let mut starved: Vec<u64> = Vec::new();
@@ -712,6 +730,8 @@ impl Naive {
                 tokens: self.config.max_batch_tokens as usize,
                 reads: self.config.max_cache_reads.unwrap_or(u64::MAX) as usize,
                 changes: self.table_changes(),
+                second: owed,
+                other_regime: false,
             };
             let mut left_out = false;
             let prefills_first = self.config.policy == Policy::PrefillFirst && self.without < 7;
@@ -726,6 +746,9 @@ impl Naive {
             self.choose_waiting(&mut step, &mut left);
             if !step.rows.is_empty() {
                 self.without = if left_out { self.without + 1 } else { 0 };
+                self.owed = left.second.filter(|_| left.other_regime).map(|second| !second);
+            } else if owed.take().is_some() {
+                continue;
             }
             let relieved = self.reset_victims(&starved);
             if !step.rows.is_empty() {
@@ -742,6 +765,21 @@ impl Naive {
             }
             if !relieved {
                 return vec![];
+            }
+        }
+    }
+
+    pub fn is_second(&self, len: usize) -> bool {
+        self.config.first_regime.is_some_and(|longest| len > longest as usize)
+    }
+
+    fn cross_over(&mut self) {
+        for at in self.active_by_age() {
+            let seq = &self.seqs[at];
+            if seq.in_flight == [false; 2] && !seq.second && self.is_second(seq.tokens.len()) {
+                self.leave(at);
+                self.seqs[at].second = true;
+                self.crossings += 1;
             }
         }
     }
@@ -777,6 +815,13 @@ impl Naive {
                 // What is in flight is its last token.
                 continue;
             }
+            if self.is_second(seq.planned + 1) && !seq.second {
+                continue;
+            }
+            if !left.takes(seq.second) {
+                left_out = true;
+                continue;
+            }
             if left.tokens == 0
                 || self.reads(seq.planned, 1) > left.reads
                 || self.changes(seq, 1) > left.changes
@@ -805,6 +850,9 @@ impl Naive {
             }
             let at = self.find(request).unwrap();
             let seq = &self.seqs[at];
+            if !left.takes(seq.second) {
+                continue;
+            }
             let wanted = self.chunk(seq.known(), seq.planned, left);
             if wanted == 0 || self.changes(seq, wanted) > left.changes {
                 continue;
@@ -864,6 +912,7 @@ impl Naive {
             seq.pending += 1;
             seq.decoding = true;
         }
+        left.second = Some(seq.second);
         left.tokens -= more;
         left.reads -= reads;
         left.changes -= row.news;
@@ -898,6 +947,10 @@ impl Naive {
                 },
             };
             let seq = &self.seqs[candidate];
+            if !left.takes(seq.second) {
+                skipped.push(seq.request);
+                continue;
+            }
             let Some((hit, computed, blocks)) = self.offer(seq) else {
                 skipped.push(seq.request);
                 continue;
