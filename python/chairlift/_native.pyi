@@ -74,7 +74,7 @@ class EngineConfig:
 
     `match_unit` None is the largest divisor of the page that is at most 32, 0 is no prefix cache. `hash_bits` is for
     tests of what happens when keys collide. `tenant_weights` None: no fairness between tenants; those that are not
-    named weigh 1.
+    named weigh 1. `first_regime`: the longest sequence that the model computes with the short factors of its RoPE.
 
     `groups` tells how far back the calls of each group look: `("full", 0)`, `("window", tokens)` or
     `("chunk", tokens)`.
@@ -102,6 +102,7 @@ class EngineConfig:
         cache_eviction: str = "lru",
         swap_blocks: int = 0,
         tenant_weights: list[tuple[str, float]] | None = None,
+        first_regime: int | None = None,
         hash_bits: int = 128,
     ) -> EngineConfig: ...
     @property
@@ -132,6 +133,9 @@ class Step:
     @property
     def slot(self) -> int:
         """The slot whose arena describes it: 0 or 1."""
+    @property
+    def second_regime(self) -> bool:
+        """Whether its rows are longer than `first_regime`, or will be when their prompt is computed."""
     @property
     def rows(self) -> int:
         """Rows in the step."""

@@ -119,6 +119,7 @@ class Stats:
         cancelled: Requests that were cancelled.
         starved: Times that an active sequence got no block for its next tokens.
         soft_resets: Victims whose tokens joined their prompt.
+        crossings: Sequences that were computed again as they outgrew the first regime.
         swapped: Sequences whose K and V are in host memory.
         swap_capacity: Blocks of host memory.
         free_swap_blocks: Those of them that nothing is in.
@@ -151,6 +152,7 @@ class Stats:
     cancelled: int
     starved: int
     soft_resets: int
+    crossings: int
     swapped: int
     swap_capacity: int
     free_swap_blocks: int

@@ -7,7 +7,7 @@ sequences packed in steps as the engine would run them, must give the logits of 
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,7 @@ class ModelFacts:
         calls: Its attention calls, in order.
         vocab_size: Token ids go from 0 to below this.
         max_positions: Positions of its table, where it has one that ends; else None.
+        first_regime: Longest sequence that it computes with the short factors of its RoPE, where it has two sets.
         limit: Tokens that it was made for, as its config says; None where it does not.
         token_bytes: Bytes of activations that each token of a step takes at the peak of a forward.
         logits_bytes: Bytes of the logits of each sampled row.
@@ -72,6 +73,7 @@ class ModelFacts:
     calls: tuple[Call, ...]
     vocab_size: int
     max_positions: int | None
+    first_regime: int | None
     limit: int | None
     token_bytes: int
     logits_bytes: int
@@ -92,6 +94,7 @@ def learn(model: PreTrainedModel) -> ModelFacts:
     with evaluating(model), torch.no_grad():
         recorder, watch = _recorded_forward(model, vocab_size, min(_PROBE_TOKENS, longer), accepts)
         _, longer_watch = _recorded_forward(model, vocab_size, longer, accepts)
+    first_regime = _first_regime(model)
     calls = tuple(recorder.calls)
     if not calls:
         raise refusal(model, "its layers do not call transformers' attention interface")
@@ -102,6 +105,7 @@ def learn(model: PreTrainedModel) -> ModelFacts:
         calls=calls,
         vocab_size=vocab_size,
         max_positions=min(bounds, default=None),
+        first_regime=first_regime,
         limit=limit,
         token_bytes=math.ceil(max(0, longer_watch.peak_bytes - watch.peak_bytes) / further),
         logits_bytes=vocab_size * model.dtype.itemsize,
@@ -383,15 +387,61 @@ def _config_limit(model: PreTrainedModel) -> int | None:
 def _refuse_config(model: PreTrainedModel) -> None:
     config = model.config.get_text_config(decoder=True)
     _refuse_states(model, config)
+    if "dynamic" in {entry.get("rope_type") for entry in _ropes(config)}:
+        raise refusal(
+            model, "its RoPE of type 'dynamic', whose factors depend on the longest sequence, is not served yet"
+        )
+
+
+def _ropes(config: Any) -> list[Mapping[str, Any]]:
+    """The parameters of the model's RoPE, or of that of each type of layers."""
     rope = getattr(config, "rope_parameters", None) or {}
-    entries = [rope, *rope.values()] if isinstance(rope, dict) else []
-    rope_types = {entry.get("rope_type") for entry in entries if isinstance(entry, dict)}
-    for rope_type in ("dynamic", "longrope"):
-        if rope_type in rope_types:
-            raise refusal(
-                model,
-                f"its RoPE of type {rope_type!r}, whose factors depend on the longest sequence, is not served yet",
-            )
+    entries = [rope, *rope.values()] if isinstance(rope, Mapping) else []
+    return [entry for entry in entries if isinstance(entry, Mapping)]
+
+
+def _first_regime(model: PreTrainedModel) -> int | None:
+    """Longest sequence that a RoPE of type longrope computes with its short factors; None without one.
+
+    `generate` computes a sequence again that outgrows it, and so does the engine; a model that keeps what it computed
+    with the short factors is another.
+    """
+    config = model.config.get_text_config(decoder=True)
+    longest = {
+        entry.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        for entry in _ropes(config)
+        if entry.get("rope_type") == "longrope"
+    }
+    if not longest:
+        return None
+    (length, *others) = longest
+    if others or not isinstance(length, int) or length < 1:
+        raise refusal(model, f"its RoPE of type 'longrope' changes its factors at {longest}, which is no single length")
+    if not _computes_again(model, config, length):
+        raise refusal(
+            model,
+            "its RoPE of type 'longrope' changes its factors in the middle of a sequence, but `generate` keeps K and V "
+            "that were computed with the others, which is not served",
+        )
+    return length
+
+
+def _computes_again(model: PreTrainedModel, config: Any, length: int) -> bool:
+    """Whether `generate` drops its cache when a sequence becomes one longer than that."""
+    accepted = inspect.signature(model.prepare_inputs_for_generation).parameters
+    name = "cache" if "cache" in accepted else "past_key_values"
+    cache = DynamicCache(config=config)
+    cache.get_seq_length = lambda *_: length
+    ids = torch.zeros((1, length + 1), dtype=torch.long, device=model.device)
+    try:
+        inputs = model.prepare_inputs_for_generation(
+            ids, attention_mask=torch.ones_like(ids), next_sequence_length=1, **{name: cache}
+        )
+    except Exception as error:
+        raise refusal(
+            model, f"what `generate` does with its RoPE of type 'longrope' cannot be told: {error}"
+        ) from error
+    return inputs.get(name) is None
 
 
 def _refuse_states(model: PreTrainedModel, config: Any) -> None:

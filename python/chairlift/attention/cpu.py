@@ -79,6 +79,7 @@ class CpuPagedAttention:
         self.page_size = page_size
         self.reaches = reaches
         self._plans: list[GroupPlan] = []
+        self._tokens = 0  # of the step, without padding
 
     def scratch_bytes(self, bytes_per_token: int, num_heads: int, max_context: int) -> int:
         """Bytes that a call takes beside its inputs and its output, at most.
@@ -96,6 +97,7 @@ class CpuPagedAttention:
         """Prepares a step: once for all calls of a group."""
         groups = zip(inputs.block_tables, self.reaches, strict=True)
         self._plans = [self._plan(inputs, table, reach) for table, reach in groups]
+        self._tokens = inputs.cu_seqlens[-1]
 
     def attend(
         self,
@@ -125,6 +127,7 @@ class CpuPagedAttention:
         plan = self._plans[pages.group]
         heads, tokens, _ = query.shape
         out = query.new_empty((tokens, heads, value.shape[-1]))
+        out[self._tokens :] = 0
         form = _Form(scale, softcap, sinks, plan.reach)
         for decode in plan.in_place:
             k = pages.k[decode.block, decode.tokens].transpose(0, 1)

@@ -1,5 +1,6 @@
 """What a step brings to the device, and the tables that stay there: by row, changed only where something is new."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ class StepInputs:
 
     decodes: int  # leading rows with one token
     rows: torch.Tensor  # [rows]
-    cu_seqlens: list[int]  # rows + 1
+    cu_seqlens: list[int]  # rows + 1; tokens after the last are padding
     kv_lens: list[int]  # tokens of each row with K and V after the step
     input_ids: torch.Tensor  # [1, tokens]
     position_ids: torch.Tensor  # [1, tokens]
@@ -58,7 +59,28 @@ class Slot:
 class DeviceTables:
     """Block tables and sampling parameters, by row."""
 
-    def __init__(self, num_groups: int, max_requests: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_groups: int,
+        max_requests: int,
+        page_size: int,
+        device: torch.device,
+        *,
+        write_trash: int,
+        first_regime: int | None,
+    ) -> None:
+        """Tables of zeros.
+
+        Args:
+            num_groups: Groups of calls.
+            max_requests: Rows, without the trash row.
+            page_size: Tokens of a page.
+            device: Where they are.
+            write_trash: The block that padding writes.
+            first_regime: Longest sequence of the RoPE's first regime, where it has two.
+        """
+        self.write_trash = write_trash
+        self.first_regime = first_regime
         self.page_size = page_size
         self.device = device
         self.block_tables = torch.zeros((num_groups, max_requests + 1, 8), dtype=torch.int32, device=device)
@@ -89,7 +111,7 @@ class DeviceTables:
         pages = -(-max(lengths) // self.page_size)
         logits_rows = part["logits_rows"].long()
         row_of_token = torch.bucketize(logits_rows, part["cu_seqlens"][1:].long(), right=True)
-        return StepInputs(
+        inputs = StepInputs(
             decodes=step.decodes,
             rows=rows,
             cu_seqlens=bounds,
@@ -103,6 +125,24 @@ class DeviceTables:
             draws=part["draws"].view(-1, 3),
             block_tables=[table[rows, :pages] for table in self.block_tables],
             moves=BlockMoves(*(part[name].view(-1, 2).long() for name in ("swap_outs", "swap_ins", "copies"))),
+        )
+        if step.second_regime and max(lengths) <= (self.first_regime or 0):
+            return self._padded(inputs)
+        return inputs
+
+    def _padded(self, inputs: StepInputs) -> StepInputs:
+        """With one token more, that belongs to nobody and stands beyond the first regime: a RoPE of two regimes looks
+        at the longest position of a forward, and these are the first chunks of sequences that are longer."""
+
+        def longer(tensor: torch.Tensor, value: int) -> torch.Tensor:
+            return torch.nn.functional.pad(tensor, (0, 1), value=value)
+
+        return dataclasses.replace(
+            inputs,
+            input_ids=longer(inputs.input_ids, 0),
+            position_ids=longer(inputs.position_ids, self.first_regime or 0),
+            write_blocks=[longer(blocks, self.write_trash) for blocks in inputs.write_blocks],
+            write_offsets=longer(inputs.write_offsets, 0),
         )
 
     def _change_tables(self, changes: torch.Tensor) -> None:

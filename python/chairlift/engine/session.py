@@ -50,6 +50,7 @@ class Session:
                 safety_margin=safety_margin,
                 scheduler_type=scheduler_type,
                 max_positions=facts.max_positions,
+                first_regime=facts.first_regime,
                 max_queue_size=max_queue_size,
                 seed=seed,
                 match_unit=match_unit,
@@ -60,7 +61,14 @@ class Session:
         )
         device = facts.calls[0].kind.device
         self.cache = CacheTensors(facts.calls, geometry, num_blocks, swap_blocks)
-        self.tables = DeviceTables(geometry.num_groups, max_requests_per_batch, geometry.page_size, device)
+        self.tables = DeviceTables(
+            geometry.num_groups,
+            max_requests_per_batch,
+            geometry.page_size,
+            device,
+            write_trash=num_blocks * geometry.num_groups + 1,
+            first_regime=facts.first_regime,
+        )
         self.slots = [Slot(self.engine.arena_capacity, max_requests_per_batch, device) for _ in range(NUM_SLOTS)]
         for index, slot in enumerate(self.slots):
             self.engine.bind_slot(index, slot.arena.numpy(), slot.tokens.numpy(), slot.logprobs.numpy())

@@ -26,7 +26,8 @@ impl EngineConfig {
     #[new]
     #[pyo3(signature = (*, page_size, num_blocks, groups, max_requests_per_batch, max_batch_tokens, vocab_size,
         max_cache_reads=None, safety_margin=0.15, scheduler_type="fifo", max_positions=None, max_queue_size=0, seed=0,
-        match_unit=None, cache_eviction="lru", swap_blocks=0, tenant_weights=None, hash_bits=128))]
+        match_unit=None, cache_eviction="lru", swap_blocks=0, tenant_weights=None, first_regime=None,
+        hash_bits=128))]
     #[allow(clippy::too_many_arguments)] // keyword-only fields
     fn new(
         page_size: u32,
@@ -45,6 +46,7 @@ impl EngineConfig {
         cache_eviction: &str,
         swap_blocks: u32,
         tenant_weights: Option<Vec<(String, f64)>>,
+        first_regime: Option<u32>,
         hash_bits: u32,
     ) -> PyResult<Self> {
         let policy = match scheduler_type {
@@ -76,6 +78,7 @@ impl EngineConfig {
             fairness: tenant_weights.map_or(core::Fairness::Arrival, core::Fairness::Tenants),
             vocab_size,
             max_positions,
+            first_regime,
             max_queue_size,
             seed,
             match_unit: match_unit.unwrap_or_else(|| core::EngineConfig::default_match_unit(page_size)),
@@ -140,6 +143,11 @@ impl Step {
     #[getter]
     fn slot(&self) -> usize {
         self.0.slot.index()
+    }
+
+    #[getter]
+    fn second_regime(&self) -> bool {
+        self.0.second_regime
     }
 
     #[getter]
