@@ -18,7 +18,7 @@ REFUSED_FOR = {
     "mamba": "keep more than K and V",
     "jamba": "keep more than K and V",
     "doge": "attention mask or bias of its own",
-    "bart": "its logits are not those of the sequence alone|attention mask of its own",
+    "bart": "numbers the tokens of a forward by itself",
     "deepseek_v32": "keep more than K and V",
 }
 
@@ -39,6 +39,26 @@ def test_a_refusal_says_why(family: str, reason: str) -> None:
 
     with pytest.raises(ValueError, match=reason):
         generate_batch(tiny_model(family), [[5, 6, 7]], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_positions_of_a_models_own_are_refused_however_late_they_matter(window: int | None) -> None:
+    from chairlift import generate_batch
+    from tiny_models import tiny_model
+
+    # It scales queries by numbers of its own, from the 8,191st token on: no short text would show it.
+    with pytest.raises(ValueError, match="numbers the tokens of a forward by itself"):
+        generate_batch(tiny_model("llama4_text", window=window, floor_scale=8192), [[5, 6, 7]], max_new_tokens=2)
+
+
+def test_tokens_that_look_at_their_neighbours_beside_attention_are_refused() -> None:
+    from chairlift import generate_batch
+    from tiny_models import tiny_model
+
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.register_forward_hook(lambda *given: given[-1] + given[-1].roll(1, dims=1))
+    with pytest.raises(ValueError, match="its logits are not those of the sequence alone"):
+        generate_batch(model, [[5, 6, 7]], max_new_tokens=2)
 
 
 def test_a_window_that_no_call_is_told_is_refused() -> None:

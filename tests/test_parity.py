@@ -2,12 +2,14 @@
 
 import random
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 import chairlift
+from chairlift.attention.plain import FULL, Reach
 from chairlift.engine.cache import geometry_of
 from chairlift.probe import learn
 from tiny_models import VOCAB_SIZE, reference, tie_aware_mismatch, tiny_model
@@ -171,8 +173,55 @@ def test_windows_shorter_and_longer_than_pages_and_chunks(family: str, window: i
             assert tie_aware_mismatch(output.generated_tokens, tokens, gaps) is None
 
 
-def test_a_model_of_windows_alone_outgrows_its_pool(llama: PreTrainedModel) -> None:
-    model = tiny_model("mistral", window=8)
+# The last one is longer than the first of the forwards that a model is learned from.
+@pytest.mark.parametrize("chunk", [3, 4, 5, 8, 16])
+def test_attention_within_chunks_of_any_size(chunk: int) -> None:
+    model = tiny_model("llama4_text", window=chunk, attn_temperature_tuning=False)
+    assert {call.kind.reach for call in learn(model).calls} == {FULL, Reach("chunk", chunk)}
+    inputs = prompts([1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 20, 25, 33])
+    expected = [reference(model, prompt, 12) for prompt in inputs]
+    for max_batch_tokens, num_blocks in ((3, 80), (5, 80), (64, 80), (64, 20), (16, 12)):
+        config = chairlift.ContinuousBatchingConfig(
+            page_size=4, num_blocks=num_blocks, max_batch_tokens=max_batch_tokens, safety_margin=0.0
+        )
+        outputs = chairlift.generate_batch(model, inputs, continuous_batching_config=config, max_new_tokens=12)
+        for output, (tokens, gaps) in zip(outputs.values(), expected, strict=True):
+            assert tie_aware_mismatch(output.generated_tokens, tokens, gaps) is None
+
+
+# Of 97 or 257 tokens a chunk starts right after where a mask is asked what is seen from far away.
+@pytest.mark.parametrize("reach", [Reach(form, n) for form in ("window", "chunk") for n in (2, 8, 76, 97, 257, 8192)])
+def test_a_reach_is_learned_whatever_its_size(reach: Reach) -> None:
+    size = reach.tokens
+    model = tiny_model("llama4_text", window=size, attn_temperature_tuning=False)
+    if reach.form == "window":
+        model = tiny_model("phimoe", window=size)
+    assert reach in {call.kind.reach for call in learn(model).calls}
+
+
+def test_chunks_share_prefixes_that_end_within_them() -> None:
+    model = tiny_model("llama4_text", window=6, attn_temperature_tuning=False)
+    (text,) = prompts([40])
+    inputs = [text[:length] + tail for length, tail in zip((5, 8, 12, 15, 23, 32, 39), prompts([5] * 7), strict=True)]
+    expected = [reference(model, prompt, 8) for prompt in inputs]
+    config = chairlift.ContinuousBatchingConfig(page_size=4, num_blocks=40, max_batch_tokens=7)
+    with chairlift.continuous_batching_context_manager(model, continuous_batching_config=config) as manager:
+        for _ in range(2):
+            labels = manager.add_requests(inputs, max_new_tokens=8)
+            for label, (tokens, gaps) in zip(labels, expected, strict=True):
+                assert tie_aware_mismatch(manager.get_result(label).generated_tokens, tokens, gaps) is None
+        assert manager.stats().cached_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("mistral", {}),
+        ("llama4_text", {"layer_types": ["chunked_attention"] * 2, "attn_temperature_tuning": False}),
+    ],
+)
+def test_a_model_of_windows_or_chunks_alone_outgrows_its_pool(family: str, overrides: dict[str, Any]) -> None:
+    model = tiny_model(family, window=8, **overrides)
     (prompt,) = prompts([30])
     config = chairlift.ContinuousBatchingConfig(page_size=4, num_blocks=4, max_batch_tokens=16)
     output = chairlift.generate_batch(model, [prompt], continuous_batching_config=config, max_new_tokens=90)["req_0"]
@@ -204,7 +253,7 @@ def test_a_request_full_of_nan_leaves_no_trace_in_the_blocks_it_had() -> None:
 
 def test_attention_with_a_softcap_in_slices_is_attention() -> None:
     from chairlift.attention import cpu
-    from chairlift.attention.plain import Reach, scores_attention, visibility
+    from chairlift.attention.plain import scores_attention, visibility
 
     query, key, value = torch.randn(1, 4, 30, 8), torch.randn(1, 2, 70, 8), torch.randn(1, 2, 70, 8)
     for reach in (Reach(), Reach("window", 9), Reach("chunk", 16)):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import DynamicCache, PreTrainedModel
 
 from chairlift.attention.interface import forward_context
@@ -98,6 +99,13 @@ def learn(model: PreTrainedModel) -> ModelFacts:
     calls = tuple(recorder.calls)
     if not calls:
         raise refusal(model, "its layers do not call transformers' attention interface")
+    # One of them alone may be something else as long as that forward.
+    if watch.numbers_tokens and longer_watch.numbers_tokens:
+        raise refusal(
+            model,
+            "it numbers the tokens of a forward by itself and computes with the numbers, which are not their "
+            "positions in a packed step",
+        )
     # Tokens picked in order (by an expert that gets all of them, say) look like a table as long as the forward.
     bounds = watch.table_lengths & longer_watch.table_lengths | _untold_window(model, calls, limit)
     further = max(longer - _PROBE_TOKENS, 1)
@@ -250,12 +258,15 @@ class Recorder:
         ordinal = len(self.calls)
         self.calls.append(Call(ordinal, kind, query.shape[1], self._shared_with(key, value, kind, ordinal)))
         self._keys_and_values.append((key, value))
+        # Unwatched: who numbers the tokens here is not the model.
+        with _disable_current_modes():
+            visible = visibility(reach, range(self.tokens), range(self.tokens), query.device)
         out = scores_attention(
             query.to(kind.dtype),
             key.to(kind.dtype),
             value,
             scale=scale_of(query, kwargs),
-            visible=visibility(reach, range(self.tokens), range(self.tokens), query.device),
+            visible=visible,
             softcap=kwargs.get("softcap"),
             sinks=kwargs.get("s_aux"),
         )
@@ -282,8 +293,6 @@ class Recorder:
         told = FULL if attention_mask is None else self._mask_named_by(attention_mask)
         if isinstance(told, str):
             raise _Refusal(told)
-        if told.form == "chunk":
-            raise _Refusal(f"it attends within chunks of {told.tokens} tokens, which is not served yet")
         window = kwargs.get("sliding_window")
         if window is None:
             return told
@@ -347,14 +356,18 @@ def _reach_of(mask_function: Callable[..., Any] | None, padding: Any) -> Reach |
         first = 0 if sees(_FAR, 0) else _boundary(-1, _FAR, lambda key: sees(_FAR, key))
         if first == 0:
             reach = FULL
-        elif not sees(_FAR + 1, first):
+        elif not sees(_FAR + 1, first) and sees(_FAR + 1, first + 1):
             reach = Reach("window", _FAR - first + 1)
         else:
             # The first query that does not see it any more is the start of the next chunk.
             reach = Reach("chunk", _boundary(_FAR, 2 * _FAR, lambda query: not sees(query, first)) - first)
-        samples = [(query, key) for query in (0, 1, 5, 100, 4097, _FAR - 3) for key in (0, 1, 4, 99, 2049, _FAR - 9)]
-        if any(sees(query, key) != (reach.first_seen(query) <= key <= query) for query, key in samples):
-            return own
+        # Here and there, and at the edges of what was found.
+        queries = (0, 1, 5, 100, 4097, _FAR - 3, reach.tokens, 2 * reach.tokens, 3 * reach.tokens + 1)
+        for query in queries:
+            edge = reach.first_seen(query)
+            for key in (0, 1, 4, 99, 2049, _FAR - 9, max(0, edge - 1), edge):
+                if sees(query, key) != (edge <= key <= query):
+                    return own
         return reach
     except Exception:
         return "it makes an attention mask that depends on more than positions"
@@ -459,7 +472,8 @@ def _untold_window(model: PreTrainedModel, calls: tuple[Call, ...], limit: int |
     as the model's limit bounds a sequence; a shorter one cannot be served."""
     layers = _cache_layers(model.config.get_text_config(decoder=True))
     forgetting = {layer.sliding_window for layer in layers if hasattr(layer, "sliding_window")}
-    untold = forgetting - {call.kind.reach.tokens for call in calls if call.kind.reach.form == "window"}
+    # To a cache a chunk is a window.
+    untold = forgetting - {call.kind.reach.tokens for call in calls}
     if untold and (limit is None or min(untold) < limit):
         raise refusal(
             model, f"it attends within a window of {min(untold)} tokens, which none of its attention calls is told"
