@@ -13,6 +13,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{RngSeed, TestRunner};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 const VOCAB: u32 = 50;
 
@@ -367,8 +368,10 @@ impl Pair {
         }
     }
 
-    fn drive(mut self, ops: &[Op]) -> Result<Stats, TestCaseError> {
+    /// The counters at the end, and how many operations there were.
+    fn drive(mut self, ops: &[Op]) -> Result<(Stats, u64), TestCaseError> {
         for op in ops {
+            self.ops += u64::from(matches!(op, Op::Submit(_) | Op::Cancel(_)));
             match op {
                 Op::Submit(what) => self.submit(what),
                 Op::Cancel(request) => {
@@ -397,7 +400,7 @@ impl Pair {
         self.engine.new_epoch();
         prop_assert_eq!(self.engine.counters().snapshot().free_blocks, stats.capacity);
         prop_assert_eq!(stats.free_swap_blocks, stats.swap_capacity);
-        Ok(stats)
+        Ok((stats, self.ops))
     }
 }
 
@@ -418,19 +421,20 @@ fn cases(default: u32) -> u32 {
 fn stories(
     name: &'static str,
     keys: impl Strategy<Value = u32>,
-    story: impl Fn(EngineConfig, bool, &[Op]) -> Result<Stats, TestCaseError>,
+    story: impl Fn(EngineConfig, bool, &[Op]) -> Result<(Stats, u64), TestCaseError>,
 ) {
     let config_of_run = ProptestConfig {
-        cases: cases(1500),
+        cases: cases(1700),
         rng_seed: seed(),
         failure_persistence: None,
         test_name: Some(name),
         ..ProptestConfig::default()
     };
     let strategy = (config(), any::<bool>(), keys, prop::collection::vec(op(), 1..160));
-    let met = Mutex::new(BTreeMap::new());
+    let (met, operations) = (Mutex::new(BTreeMap::new()), AtomicU64::new(0));
     let run = TestRunner::new(config_of_run).run(&strategy, |(config, late, hash_bits, ops)| {
-        let stats = story(EngineConfig { hash_bits, ..config }, late, &ops)?;
+        let (stats, ops) = story(EngineConfig { hash_bits, ..config }, late, &ops)?;
+        operations.fetch_add(ops, Ordering::Relaxed);
         let mut met = met.lock().unwrap();
         for (what, count) in stats.entries() {
             *met.entry(what).or_insert(0) += u64::from(count > 0);
@@ -440,6 +444,7 @@ fn stories(
     if let Err(failure) = run {
         panic!("{failure}");
     }
+    println!("{name}: {} operations", operations.into_inner());
     // Stories that never meet something prove nothing about it.
     let met = met.into_inner().unwrap();
     for what in [
