@@ -91,11 +91,20 @@ impl Device {
         let slots = &arena[at.write_slots.clone()];
         assert_eq!(slots.iter().collect::<HashSet<_>>().len(), slots.len(), "two writes to one place");
         for group in 0..self.num_groups {
-            for n in 0..step.shape.tokens {
-                self.memory.insert(
-                    slots[group * step.shape.tokens + n],
-                    (group, positions[n], tokens[n], step.second_regime),
-                );
+            for (n, &row) in rows.iter().enumerate() {
+                let of_row = bounds[n] as usize..bounds[n + 1] as usize;
+                let mut before = self.context_before(group, row, positions[of_row.start]);
+                for n in of_row {
+                    let (position, token) = (positions[n], tokens[n]);
+                    let alone = self.first_seen(group, position) == position;
+                    let context = after(if alone { 0 } else { before }, token);
+                    let slot = slots[group * step.shape.tokens + n];
+                    self.memory.insert(
+                        slot,
+                        Kv { group, position, token, context, second_regime: step.second_regime },
+                    );
+                    before = context;
+                }
             }
         }
         let logits: HashSet<i32> = arena[at.logits_rows.clone()].iter().copied().collect();
@@ -152,19 +161,34 @@ impl Device {
         for pair in copies.chunks(2) {
             for offset in 0..page_size {
                 match self.memory.get(&(pair[0] * page_size + offset)).copied() {
-                    Some(token) => self.memory.insert(pair[1] * page_size + offset, token),
+                    Some(kv) => self.memory.insert(pair[1] * page_size + offset, kv),
                     None => self.memory.remove(&(pair[1] * page_size + offset)),
                 };
             }
         }
     }
 
+    fn first_seen(&self, group: usize, position: i32) -> i32 {
+        self.reaches[group].first_seen(position as u32) as i32
+    }
+
+    fn kv(&self, group: usize, row: i32, position: i32) -> Kv {
+        let page_size = self.page_size as i32;
+        let block = self.tables[&(group as i32, row, position / page_size)];
+        self.memory[&(block * page_size + position % page_size)]
+    }
+
+    fn context_before(&self, group: usize, row: i32, position: i32) -> u64 {
+        let alone = self.first_seen(group, position) == position;
+        if alone { 0 } else { self.kv(group, row, position - 1).context }
+    }
+
     fn read(&self, step: &Step, group: usize, row: i32, start: i32, kv_len: i32) -> Vec<i32> {
         let page_size = self.page_size as i32;
-        let first_seen = self.reaches[group].first_seen(start as u32) as i32;
+        let first_seen = self.first_seen(group, start);
         // What was unseen by the last committed token is given back.
         let before = self.last.starts.get(&row).copied().filter(|_| self.late);
-        let given_back = self.reaches[group].first_seen(before.unwrap_or(start) as u32) as i32;
+        let given_back = self.first_seen(group, before.unwrap_or(start));
         for page in 0..given_back / page_size {
             assert_eq!(
                 self.tables[&(group as i32, row, page)],
@@ -172,26 +196,45 @@ impl Device {
                 "a page that nobody sees any more"
             );
         }
+        let mut before = None;
         (first_seen..kv_len)
             .map(|position| {
-                let block = self.tables[&(group as i32, row, position / page_size)];
-                let place = block * page_size + position % page_size;
-                let (of_group, of_position, token, second_regime) = self.memory[&place];
-                assert_eq!((of_group, of_position), (group, position), "another's K and V");
-                assert_eq!(second_regime, step.second_regime, "K and V of another regime");
-                token
+                let kv = self.kv(group, row, position);
+                assert_eq!((kv.group, kv.position), (group, position), "another's K and V");
+                assert_eq!(kv.second_regime, step.second_regime, "K and V of another regime");
+                if self.first_seen(group, position) == position {
+                    before = Some(0);
+                }
+                let expected = before.map_or(kv.context, |before| after(before, kv.token));
+                assert_eq!(kv.context, expected, "K and V of that token after another text");
+                before = Some(kv.context);
+                kv.token
             })
             .collect()
     }
 }
 
-/// A place's content: of which group, at which position, which token, and whether of the second regime.
-type Memory = HashMap<i32, (usize, i32, i32, bool)>;
+/// What is in a place.
+#[derive(Debug, Clone, Copy)]
+struct Kv {
+    group: usize,
+    position: i32,
+    token: i32,
+    /// Stands for all that the token saw, and what those tokens saw.
+    context: u64,
+    second_regime: bool,
+}
+
+type Memory = HashMap<i32, Kv>;
+
+fn after(before: u64, token: i32) -> u64 {
+    (before ^ (token as u64 + 1)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
+}
 
 fn move_page(from: &Memory, from_page: i32, to: &mut Memory, to_page: i32, page_size: i32) {
     for offset in 0..page_size {
         match from.get(&(from_page * page_size + offset)) {
-            Some(&token) => to.insert(to_page * page_size + offset, token),
+            Some(&kv) => to.insert(to_page * page_size + offset, kv),
             None => to.remove(&(to_page * page_size + offset)),
         };
     }
