@@ -3,8 +3,11 @@
 #![allow(clippy::unwrap_used)]
 
 mod device;
+mod driver;
 mod fairness;
+mod flight_stories;
 mod oracle;
+mod prefix_stories;
 mod stories;
 mod traces;
 mod twin;

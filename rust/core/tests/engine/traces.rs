@@ -1,28 +1,23 @@
 //! Scheduling stories as data: each file of `traces/` tells a story and, indented, what the engine did.
 //!
-//! `engine NAME=VALUE ...` makes one, `submit`, `cancel N`, `step`, `abandon` and `fail` act on it. The indented lines
-//! are the plan log; after a change that means them to differ, `UPDATE_TRACES=1 cargo test --test engine traces` writes them
-//! anew, to be read before they are committed.
+//! `engine NAME=VALUE ...` makes one, the other words act on it:
+//!
+//! - `submit NAME=VALUE ...`: the first `common` tokens of a prompt are those of its `family`, the others its own; or it is
+//!   the text of a request as it is going to be (`text_of`). `stop`: the token that ends it.
+//! - `cancel N`: of that request.
+//! - `plan`: one more step is in flight. `commit`: the oldest is in. `step`: both; in an engine with `late=true` the step
+//!   before the one that was planned is in.
+//! - `abandon`, `fail`: a step is planned and does not come about; `abandon_both` takes the one before it along.
+//! - `reset`: a new epoch.
+//!
+//! The indented lines are the plan log; after a change that means them to differ, `UPDATE_TRACES=1 cargo test --test engine
+//! traces` writes them anew, to be read before they are committed.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-use crate::device::{Device, next_token};
-use chairlift_core::{
-    Engine, EngineConfig, Finish, News, Policy, Reach, Request, RequestId, Results, Sampling, Slot,
-};
-
-const VOCAB: u32 = 50;
-
-struct Story {
-    engine: Engine,
-    device: Device,
-    arena: Vec<i32>,
-    now: f64,
-    /// Which request has a row.
-    of_row: std::collections::HashMap<i32, u64>,
-    texts: Vec<Vec<i32>>,
-}
+use crate::driver::{Driver, End, Row, config, continuation, prompt};
+use chairlift_core::{EngineConfig, Eviction, Finish, Policy, Reach, Request, Stats};
 
 /// `NAME=VALUE` words of a command.
 struct Values<'a>(Vec<(&'a str, &'a str)>);
@@ -61,161 +56,192 @@ fn reach(word: &str) -> Reach {
     }
 }
 
-impl Story {
-    fn new(values: &Values<'_>) -> Self {
-        values.known(&[
-            "page_size",
-            "num_blocks",
-            "tokens",
-            "rows",
-            "margin",
-            "policy",
-            "groups",
-            "positions",
-        ]);
-        let tokens = values.number("tokens", "64");
-        let engine = Engine::new(EngineConfig {
-            page_size: values.number("page_size", "4"),
-            num_blocks: values.number("num_blocks", "16"),
-            groups: values.text("groups", "full").split(',').map(reach).collect(),
-            max_requests_per_batch: values.number("rows", "8"),
-            max_batch_tokens: tokens,
-            max_cache_reads: None,
-            safety_margin: values.number("margin", "0"),
-            policy: match values.text("policy", "fifo") {
-                "fifo" => Policy::Fifo,
-                "prefill_first" => Policy::PrefillFirst,
-                other => panic!("{other:?} is no policy"),
-            },
-            vocab_size: VOCAB,
-            max_positions: Some(values.number("positions", "10000")),
-            max_queue_size: 0,
-            seed: 0,
-            match_unit: 0,
-            ..EngineConfig::default()
-        })
-        .unwrap();
-        let (device, arena) = (Device::new(&engine), vec![0; engine.arena_capacity()]);
-        Self { engine, device, arena, now: 0.0, of_row: Default::default(), texts: Vec::new() }
-    }
+fn engine(values: &Values<'_>) -> Driver {
+    values.known(&[
+        "page_size",
+        "num_blocks",
+        "tokens",
+        "rows",
+        "margin",
+        "policy",
+        "groups",
+        "positions",
+        "match_unit",
+        "eviction",
+        "swap",
+        "late",
+    ]);
+    let config = EngineConfig {
+        groups: values.text("groups", "full").split(',').map(reach).collect(),
+        max_requests_per_batch: values.number("rows", "8"),
+        safety_margin: values.number("margin", "0"),
+        policy: match values.text("policy", "fifo") {
+            "fifo" => Policy::Fifo,
+            "prefill_first" => Policy::PrefillFirst,
+            other => panic!("{other:?} is no policy"),
+        },
+        max_positions: Some(values.number("positions", "10000")),
+        match_unit: values.number("match_unit", "0"),
+        cache_eviction: match values.text("eviction", "lru") {
+            "lru" => Eviction::Lru,
+            "lifo" => Eviction::Lifo,
+            other => panic!("{other:?} is no order of eviction"),
+        },
+        swap_blocks: values.number("swap", "0"),
+        ..config(
+            values.number("page_size", "4"),
+            values.number("num_blocks", "16"),
+            values.number("tokens", "64"),
+        )
+    };
+    Driver::of(config, values.number("late", "false"))
+}
 
-    fn submit(&mut self, values: &Values<'_>, log: &mut String) {
-        values.known(&["prompt", "new", "priority", "times"]);
-        for _ in 0..values.number("times", "1") {
-            // Each prompt starts with a token of its own, by which its row is known.
-            let prompt: usize = values.number("prompt", "4");
-            let first = self.texts.len() as i32 % VOCAB as i32;
-            let tokens: Vec<i32> = (0..prompt as i32).map(|n| (first + n * 7) % VOCAB as i32).collect();
-            let request = Request {
-                prompt: tokens.clone(),
-                max_new_tokens: values.number("new", "1"),
-                eos: [].into(),
-                sampling: Sampling::Greedy,
-                priority: values.number("priority", "0"),
-                seed: None,
-                streaming: false,
-                record_timestamps: false,
-                record_logprobs: false,
-                ..Request::default()
-            };
-            match self.engine.inbox().submit(request) {
-                Ok(_) => self.texts.push(tokens),
-                Err(refused) => writeln!(log, "    refused: {refused}").unwrap(),
-            }
+fn submit(driver: &mut Driver, submitted: &mut usize, values: &Values<'_>, log: &mut String) {
+    values.known(&["prompt", "new", "priority", "times", "family", "common", "text_of", "salt", "n", "stop"]);
+    for _ in 0..values.number("times", "1") {
+        let len = values.number("prompt", "4");
+        let prompt = match values.text("text_of", "") {
+            "" => prompt(values.number("family", "0"), values.number("common", "0"), *submitted, len),
+            request => driver.text_of(request.parse().unwrap(), len),
+        };
+        let eos = match values.number("stop", "0") {
+            0 => [].into(),
+            tokens => [continuation(&prompt, tokens)[tokens - 1]].into(),
+        };
+        let what = Request {
+            prompt,
+            eos,
+            max_new_tokens: values.number("new", "1"),
+            priority: values.number("priority", "0"),
+            cache_salt: values.text("salt", "").to_owned(),
+            n: values.number("n", "1"),
+            ..Request::default()
+        };
+        match driver.request(what) {
+            Ok(_) => *submitted += 1,
+            Err(refused) => tell(log, &format!("refused: {refused}")),
         }
     }
+}
 
-    fn step(&mut self, outcome: &str, log: &mut String) {
-        self.now += 1.0;
-        let before = self.engine.counters().snapshot();
-        let step = self.engine.advance(None, Some((Slot::A, &mut self.arena)), self.now).unwrap();
-        self.engine.check_integrity().unwrap();
-        let resets = self.engine.counters().snapshot().soft_resets - before.soft_resets;
-        if let Some(step) = step {
-            let rows = self.device.run(&step, &self.arena);
-            let mut tokens = Vec::new();
-            let mut told = Vec::new();
-            for row in &rows {
-                if row.start == 0 {
-                    let fits =
-                        |text: &&Vec<i32>| text.starts_with(&row.tokens) || row.tokens.starts_with(text);
-                    let request = self.texts.iter().rposition(|text| fits(&text)).unwrap() as u64;
-                    self.of_row.insert(row.row, request);
-                }
-                let request = self.of_row[&row.row];
-                let end = row.start as usize + row.tokens.len();
-                let samples = if row.sampled { "" } else { " of its prompt" };
-                told.push(match row.tokens.len() {
-                    1 if row.sampled && row.start > 0 => format!("{request} decodes {}", row.start),
-                    _ => format!("{request} prefills {} to {}{samples}", row.start, end - 1),
-                });
-                if row.sampled {
-                    tokens.push(next_token(&self.texts[request as usize][..end], VOCAB as i32));
-                }
-            }
-            writeln!(log, "    {}", told.join("; ")).unwrap();
-            match outcome {
-                "abandon" => self.engine.abandon(Slot::A, None, self.now).unwrap(),
-                "fail" => self.engine.abandon(Slot::A, Some("broken"), self.now).unwrap(),
-                _ => {
-                    let sampled = rows.iter().filter(|row| row.sampled);
-                    for (row, &token) in sampled.zip(&tokens) {
-                        self.texts[self.of_row[&row.row] as usize].push(token);
-                    }
-                    let results = Results { slot: Slot::A, tokens: &tokens, logprobs: &[] };
-                    self.engine.advance(Some(results), None, self.now).unwrap();
-                }
-            }
-            self.engine.check_integrity().unwrap();
-        } else {
-            writeln!(log, "    nothing to run").unwrap();
-        }
-        if resets > 0 {
-            writeln!(log, "    soft resets: {resets}").unwrap();
-        }
-        self.tell_ends(log);
-        let stats = self.engine.counters().snapshot();
-        writeln!(log, "    {} free, {} running, {} waiting", stats.free_blocks, stats.running, stats.waiting)
-            .unwrap();
+fn tell(log: &mut String, what: &str) {
+    writeln!(log, "    {what}").unwrap();
+}
+
+fn told(row: &Row) -> String {
+    let Row { request, start, len, sampled, arrives, generated, carried } = *row;
+    let mut told = match len {
+        1 if sampled && (generated || !arrives) => format!("{request} decodes {start}"),
+        _ => format!("{request} prefills {start} to {}", start + len - 1),
+    };
+    if carried {
+        told += ", carried over";
     }
+    if !sampled {
+        told += " of its prompt";
+    }
+    if arrives && start > 0 {
+        write!(told, ", {start} are there").unwrap();
+    }
+    told
+}
 
-    fn tell_ends(&self, log: &mut String) {
-        while let Some(event) = self.engine.outbox().take_next() {
-            if let News::End(output) = event.news {
-                let how = match output.finish {
-                    Finish::Stop => "stop".to_owned(),
-                    Finish::Length => "length".to_owned(),
-                    Finish::Cancelled => "cancelled".to_owned(),
-                    Finish::Failed(cause) => format!("failed ({cause})"),
-                };
-                writeln!(log, "    {} ends: {how}, {} tokens", event.request, output.tokens.len()).unwrap();
-            }
+/// Does one thing to an engine, and tells what came of it.
+fn act(driver: &mut Driver, command: &str, log: &mut String) {
+    let before = driver.stats();
+    let plans = !matches!(command, "commit" | "reset");
+    let planned = plans && tell_plan(driver, log);
+    match command {
+        "plan" => {}
+        "reset" => driver.new_epoch(),
+        "abandon" if planned => driver.abandon(false, None),
+        "abandon_both" if planned => driver.abandon(true, None),
+        "fail" if planned => driver.abandon(false, Some("broken")),
+        // A late step stays in flight until the next is planned.
+        "step" if driver.flights.len() <= usize::from(driver.late && planned) => {}
+        "step" | "commit" => driver.commit(),
+        other => panic!("{other:?} is no command, or not now"),
+    }
+    tell_changes(&before, &driver.stats(), log);
+    for End { request, finish, tokens, cached, .. } in driver.ends() {
+        let how = match finish {
+            Finish::Stop => "stop".to_owned(),
+            Finish::Length => "length".to_owned(),
+            Finish::Cancelled => "cancelled".to_owned(),
+            Finish::Failed(cause) => format!("failed ({cause})"),
+        };
+        let cached = if cached > 0 { format!(", {cached} of its prompt were cached") } else { String::new() };
+        tell(log, &format!("{request} ends: {how}, {} tokens{cached}", tokens.len()));
+    }
+    tell_state(&driver.stats(), log);
+}
+
+fn tell_plan(driver: &mut Driver, log: &mut String) -> bool {
+    let Some(rows) = driver.plan() else {
+        tell(log, if driver.flights.is_empty() { "nothing to run" } else { "nothing to plan" });
+        return false;
+    };
+    tell(log, &rows.iter().map(told).collect::<Vec<_>>().join("; "));
+    let shape = driver.flights.last().unwrap().step.shape;
+    tell_count("copied pages", shape.copies as u64, log);
+    tell_count("blocks to the host", shape.swap_outs as u64, log);
+    tell_count("blocks from the host", shape.swap_ins as u64, log);
+    true
+}
+
+fn tell_changes(before: &Stats, now: &Stats, log: &mut String) {
+    tell_count("soft resets", now.soft_resets - before.soft_resets, log);
+    tell_count("victims for the host", now.swap_outs - before.swap_outs, log);
+    tell_count("evictions", now.evictions - before.evictions, log);
+    tell_count("merged blocks", now.merged_blocks - before.merged_blocks, log);
+}
+
+/// Tells what there is of blocks that are neither free nor owned only where there is any.
+fn tell_state(stats: &Stats, log: &mut String) {
+    let mut state = format!("{} free", stats.free_blocks);
+    for (what, count) in [("cached", stats.cached_blocks), ("retiring", stats.retiring_blocks)] {
+        if count > 0 {
+            write!(state, ", {count} {what}").unwrap();
         }
+    }
+    write!(state, ", {} running, {} waiting", stats.running, stats.waiting).unwrap();
+    if stats.swapped > 0 {
+        write!(state, ", {} swapped", stats.swapped).unwrap();
+    }
+    tell(log, &state);
+}
+
+fn tell_count(what: &str, count: u64, log: &mut String) {
+    if count > 0 {
+        tell(log, &format!("{what}: {count}"));
     }
 }
 
 /// The story with the log of what happens now.
 fn retell(told: &str) -> String {
-    let mut story: Option<Story> = None;
-    let mut log = String::new();
+    let mut driver: Option<Driver> = None;
+    let (mut submitted, mut log) = (0, String::new());
     for line in told.lines().filter(|line| !line.starts_with(' ')) {
         writeln!(log, "{line}").unwrap();
         let mut words = line.split_whitespace();
         let command = words.next().unwrap_or("#");
+        if command.starts_with('#') {
+            continue;
+        }
+        if command == "engine" {
+            driver = Some(engine(&Values::parse(words)));
+            continue;
+        }
+        let driver = driver.as_mut().unwrap();
         match command {
-            comment if comment.starts_with('#') => {}
-            "engine" => story = Some(Story::new(&Values::parse(words))),
-            "submit" => story.as_mut().unwrap().submit(&Values::parse(words), &mut log),
-            "cancel" => {
-                let request = RequestId::from_ordinal(words.next().unwrap().parse().unwrap());
-                story.as_ref().unwrap().engine.inbox().cancel(request);
-            }
-            "step" | "abandon" | "fail" => {
+            "submit" => submit(driver, &mut submitted, &Values::parse(words), &mut log),
+            "cancel" => driver.cancel(words.next().unwrap().parse().unwrap()),
+            _ => {
                 for _ in 0..words.next().map_or(1, |times| times.parse().unwrap()) {
-                    story.as_mut().unwrap().step(command, &mut log);
+                    act(driver, command, &mut log);
                 }
             }
-            other => panic!("{other:?} is no command"),
         }
     }
     log
