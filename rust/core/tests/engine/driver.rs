@@ -52,6 +52,8 @@ pub struct Driver {
     pub late: bool,
     /// Steps in flight, oldest first.
     pub flights: Vec<InFlight>,
+    /// The step that was planned last.
+    planned: Option<Step>,
     /// Sequences of each request, by the first of them.
     families: HashMap<u64, u64>,
     /// By request.
@@ -106,6 +108,7 @@ impl Driver {
             now: 0.0,
             late: false,
             flights: Vec::new(),
+            planned: None,
             families: HashMap::new(),
             prompts: Vec::new(),
             texts: Vec::new(),
@@ -218,6 +221,7 @@ impl Driver {
                 carried: carried.contains(&(arena[at.cu_seqlens.start + n + 1] - 1)),
             });
         }
+        self.planned = Some(step.clone());
         self.flights.push(InFlight { slot, step, last: self.device.last_step().clone() });
         Some(rows)
     }
@@ -251,6 +255,13 @@ impl Driver {
         self.engine.abandon(slot, cause, self.now).unwrap();
         self.device.back_to(self.flights.last().map(|flight| flight.last.clone()).unwrap_or_default());
         self.engine.check_integrity().unwrap();
+    }
+
+    /// Blocks that the step planned last puts into the table of a request, in the order of its pages.
+    pub fn changed_blocks(&self, request: u64) -> Vec<i32> {
+        let last = self.planned.as_ref().unwrap();
+        let changes = self.arenas[last.slot.index()][last.layout.table_changes.clone()].chunks(4);
+        changes.filter(|change| self.of_row[&change[1]] == request).map(|change| change[3]).collect()
     }
 
     pub fn new_epoch(&mut self) {

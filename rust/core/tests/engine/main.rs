@@ -8,6 +8,7 @@ mod fairness;
 mod flight_stories;
 mod oracle;
 mod prefix_stories;
+mod pressure_stories;
 mod stories;
 mod traces;
 mod twin;
