@@ -236,11 +236,17 @@ impl Driver {
 
     /// Commits the oldest step in flight.
     pub fn commit(&mut self) {
+        self.commit_as(|_| {});
+    }
+
+    /// Commits the oldest step in flight as if it had sampled other tokens.
+    pub fn commit_as(&mut self, change: impl Fn(&mut [i32])) {
         let InFlight { slot, last, .. } = self.flights.remove(0);
         if self.flights.is_empty() {
             self.device.back_to(LastStep::default());
         }
-        let tokens = last.sampled;
+        let mut tokens = last.sampled;
+        change(&mut tokens);
         let logprobs: Vec<f32> = tokens.iter().map(|&token| -(token as f32)).collect();
         let results = Results { slot, tokens: &tokens, logprobs: &logprobs };
         self.engine.advance(Some(results), None, self.now).unwrap();

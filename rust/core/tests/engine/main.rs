@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod attacks;
 mod device;
 mod driver;
 mod fairness;
