@@ -247,6 +247,23 @@ fn only_the_last_window_of_a_prompt_needs_to_be_there() {
 }
 
 #[test]
+fn a_last_window_with_a_hole_is_not_found() {
+    // Of four pages the last token sees the last three.
+    let windows = EngineConfig { groups: vec![Reach::Window(12)], ..sharing(4, 6, 64) };
+    let mut driver = Driver::new(EngineConfig { cache_eviction: Eviction::Lifo, ..windows });
+    driver.submit(prompt(0, 16, 0, 17), 1);
+    driver.run_out();
+    // The first two pages are cached last now, and of those the second goes.
+    driver.submit(prompt(0, 8, 1, 9), 1);
+    assert_eq!(driver.run_out()[0].cached, 8);
+    driver.submit(prompt(1, 9, 0, 9), 1);
+    driver.run_out();
+    assert_eq!(driver.stats().evictions, 1);
+    driver.submit(prompt(0, 16, 2, 17), 1);
+    assert_eq!(driver.run_out()[0].cached, 4, "the first page stands alone");
+}
+
+#[test]
 fn samples_cost_one_prompt_and_a_block_each() {
     let mut driver = Driver::new(sharing(4, 32, 64));
     let first = driver
