@@ -188,6 +188,21 @@ fn a_step_is_filled_with_prefills_while_any_wait() {
 }
 
 #[test]
+fn prefills_take_all_that_many_decodes_leave_of_a_step() {
+    let mut driver = Driver::new(config(4, 64, 8));
+    for own in 0..5 {
+        driver.submit(prompt(0, 0, own, 1), 20);
+    }
+    driver.step();
+    driver.submit(prompt(0, 0, 5, 10), 1);
+    driver.submit(prompt(0, 0, 6, 10), 1);
+    let lens: Vec<Vec<usize>> =
+        (0..6).map(|_| driver.step().iter().skip(5).map(|row| row.len).collect()).collect();
+    // The first ends in the fourth step, and the second takes what it leaves.
+    assert_eq!(lens, [vec![3], vec![3], vec![3], vec![1, 2], vec![3], vec![3]]);
+}
+
+#[test]
 fn an_end_to_everything_starts_nobody_new() {
     in_every_manner(&EngineConfig { max_requests_per_batch: 4, ..config(4, 16, 8) }, |mut driver| {
         for own in 0..40 {
