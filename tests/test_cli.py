@@ -53,12 +53,13 @@ class FakeOutput:
     finish_reason: str = "length"
     error: str | None = None
     created_time: float = 1.0
+    cached_tokens: int = 3
     timestamps: list[float] = field(default_factory=lambda: [1.5, 2.0])
 
 
 @dataclass
 class FakeStats:
-    free_blocks: int = 6
+    owned_blocks: int = 4
     capacity: int = 10
     peak_owned_blocks: int = 5
     generated_tokens: int = 40

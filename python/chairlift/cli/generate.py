@@ -332,7 +332,7 @@ class _Run:
                         done=total - len(pending),
                         generated_tokens=stats.generated_tokens,
                         elapsed_s=now - started,
-                        cache_use=1 - stats.free_blocks / max(1, stats.capacity),
+                        cache_use=stats.owned_blocks / max(1, stats.capacity),
                     )
         stats = manager.stats()
         self.summary.peak_cache_use = stats.peak_owned_blocks / max(1, stats.capacity)
@@ -344,6 +344,7 @@ class _Run:
         summary, tokens = self.summary, output.generated_tokens
         summary.requests += 1
         summary.prompt_tokens += prompt_tokens
+        summary.cached_tokens += output.cached_tokens
         summary.generated_tokens += len(tokens)
         if output.timestamps:
             summary.times_to_first_token_s.append(output.timestamps[0] - output.created_time)
@@ -352,6 +353,7 @@ class _Run:
             "text": self._tokenizer.decode(tokens, skip_special_tokens=True),
             "finish_reason": output.finish_reason,
             "prompt_tokens": prompt_tokens,
+            "cached_tokens": output.cached_tokens,
             "generated_tokens": len(tokens),
         }
         self._journal.write(record)

@@ -44,6 +44,7 @@ class Summary:
     requests: int = 0
     failed: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     generated_tokens: int = 0
     times_to_first_token_s: list[float] = field(default_factory=list)
     peak_cache_use: float = 0.0
@@ -54,6 +55,9 @@ class Summary:
         table.add_row("requests", f"{self.requests:,}" + (f" ({self.failed:,} failed)" if self.failed else ""))
         for name, tokens in (("prompt", self.prompt_tokens), ("generated", self.generated_tokens)):
             table.add_row(f"{name} tokens", f"{tokens:,} ({_per_second(tokens, self.wall_s)} tokens/s)")
+        if self.cached_tokens:
+            part = self.cached_tokens / max(1, self.prompt_tokens)
+            table.add_row("shared prompt tokens", f"{self.cached_tokens:,} ({part:.0%})")
         if self.times_to_first_token_s:
             p50, p99 = (percentile(self.times_to_first_token_s, q) for q in (50, 99))
             table.add_row("time to first token", f"p50 {p50:.3f} s, p99 {p99:.3f} s")
