@@ -303,6 +303,7 @@ class TestServing:
             "text": "3 re",
             "finish_reason": "length",
             "prompt_tokens": len("prompt number 3"),
+            "cached_tokens": 3,
             "generated_tokens": 4,
         }
         assert manager.calls == ["start", "stop", "destroy"]
