@@ -33,7 +33,10 @@ from plain_engine import PlainEngine, PlannedStep, check_equal_work
 PAGE_SIZE = 256
 VOCAB_SIZE = 50_000
 STEPS = 60
-BESIDE_STEPS = 2000
+# Steps before any is timed: memory that is touched for the first time is made by the system then.
+WARM_UP = 80
+BESIDE_STEPS = 600
+PAUSE_S = 0.005
 PEER_RUNNING = (64, 256, 1024)
 PEER_CONTEXT = 512
 RATIOS_AT = 256
@@ -44,7 +47,8 @@ BLOCK_TABLE, VARLEN = "transformers, block table", "transformers, varlen"
 CHAIRLIFT, PLAIN = "chairlift", "plain Python"
 
 CONDITIONS = f"""\
-steps:         decodes alone, greedy, page {PAGE_SIZE}, contexts from 0.5 to 1.5 of the mean; no forward, no sampling
+steps:         decodes alone, greedy, page {PAGE_SIZE}, contexts from 0.5 to 1.5 of the mean; no forward, no sampling;
+               after {WARM_UP} steps that are not timed (transformers: none)
 chairlift:     `advance`: commit of the last step, and the plan of the next one in the arena"""
 PEER_CONDITIONS = f"""\
 plain Python:  the same by benches/plain_engine.py, without a prefix cache; its arenas were equal in {{compared}} steps
@@ -71,7 +75,9 @@ class Load:
         Alike lengths would start all pages in one step, and would put the ends of the sequences at addresses alike,
         which caches serve better or worse than any real mixture.
         """
-        spread = self.context // 2 + np.arange(self.running) * self.context // self.running
+        number = np.arange(self.running)
+        # The last term has match units, as pages, complete in every step for some.
+        spread = self.context // 2 + number * self.context // self.running + number % 32
         return np.random.default_rng(0).permutation(spread)
 
     def prompts(self) -> list[npt.NDArray[np.int64]]:
@@ -83,7 +89,7 @@ class Load:
         lengths = self.lengths()
         return {
             "page_size": PAGE_SIZE,
-            "num_blocks": int((-(-(lengths + STEPS + 3) // PAGE_SIZE)).sum()),
+            "num_blocks": int((-(-(lengths + WARM_UP + STEPS + 3) // PAGE_SIZE)).sum()),
             "max_requests_per_batch": self.running,
             "max_batch_tokens": int(lengths.sum()),
             "vocab_size": VOCAB_SIZE,
@@ -121,7 +127,10 @@ def chairlift_us(load: Load) -> float:
     waiting = np.ones(64, np.int64)
     for _ in range(load.queued):
         engine.submit(waiting, max_new_tokens=16)
-    engine.advance(0, 0, 0.0)  # takes the queue in
+    for _ in range(WARM_UP):  # the first takes the queue in
+        engine.advance(0, 0, 0.0)
+        while engine.take_next() is not None:
+            pass
     times = []
     for _ in range(STEPS):
         start = time.perf_counter_ns()
@@ -142,7 +151,8 @@ def plain_us(load: Load) -> float:
     for prompt in load.prompts():
         engine.submit(prompt.tolist(), max_new_tokens=100_000)
     engine.advance(commit=False)
-    engine.advance(commit=True)
+    for _ in range(WARM_UP):
+        engine.advance(commit=True)
     times = []
     for _ in range(STEPS):
         start = time.perf_counter_ns()
@@ -218,7 +228,8 @@ def scale_chairlift(rounds: int) -> list[str]:
 
 
 def beside_busy_python() -> list[str]:
-    """The time inside `advance`, quiet and beside a thread that never lets the GIL go by itself."""
+    """The time inside `advance`, a pause of 5 ms after each, quiet and beside a thread that never lets the GIL go by
+    itself."""
     load = Load(1024, 512)
     p99 = {}
     for name in ("quiet", "busy"):
@@ -231,6 +242,7 @@ def beside_busy_python() -> list[str]:
         for _ in range(BESIDE_STEPS):
             engine.advance(0, 0, 0.0)
             times.append(engine.advance_ns / 1000)
+            time.sleep(PAUSE_S)  # a forward: what it leaves of the caches is the same with and without the thread
         done.set()
         if name == "busy":
             thread.join()

@@ -168,6 +168,7 @@ impl Engine {
             seq.phase = entry.phase_before;
             seq.news_sent -= entry.news;
             self.ledger.release_tail(&mut seq.blocks, entry.blocks_before as usize, seq.in_flight);
+            seq.last_blocks_of = 0;
             seq.held = entry.blocks_before / self.config.num_groups() * self.config.page_size;
             let there = seq.blocks.len() as u32;
             seq.news.retain(|&place| place < there);
@@ -201,7 +202,7 @@ impl Engine {
         self.stop_sharing(id);
         let seq = &mut self.seqs[id];
         self.ledger.release_tail(&mut seq.blocks, 0, seq.in_flight);
-        seq.held = 0;
+        (seq.held, seq.last_blocks_of) = (0, 0);
         seq.news.clear();
         seq.rest.forgotten.fill(0);
         (seq.computed, seq.planned) = (0, 0);

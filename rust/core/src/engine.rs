@@ -20,7 +20,7 @@ use crate::pool::Tickets;
 use crate::prefix::ByKey;
 use crate::queue::WaitingQueue;
 use crate::rows::Rows;
-use crate::sequence::{Finish, Phase, Request, Rest, Sequence};
+use crate::sequence::{Finish, LAST_BLOCKS, Phase, Request, Rest, Sequence};
 use crate::swap::{SwapId, SwapPool};
 
 /// A planned step: its shape and where its parts lie in the arena.
@@ -76,6 +76,11 @@ pub(crate) struct Flight {
     /// Rows that a token is sampled for, and whether some of them record its logprob.
     pub sampled: usize,
     pub wants_logprobs: bool,
+    /// Tokens, table changes, arrivals and carry-overs of its rows.
+    pub tokens: usize,
+    pub news: usize,
+    pub arrivals: usize,
+    pub carry_overs: usize,
     /// Blocks that it copies, from and to. It owns those it copies from until it is in.
     pub copies: Vec<(BlockId, BlockId)>,
     /// Blocks that it copies to the host and back.
@@ -89,6 +94,7 @@ impl Flight {
     pub fn clear(&mut self) {
         self.entries.clear();
         (self.sampled, self.wants_logprobs) = (0, false);
+        (self.tokens, self.news, self.arrivals, self.carry_overs) = (0, 0, 0, 0);
         self.copies.clear();
         self.swap_outs.clear();
         self.swap_ins.clear();
@@ -389,6 +395,8 @@ impl Engine {
             planned: 0,
             held: 0,
             pending: 0,
+            last_blocks: [BlockId(0); LAST_BLOCKS],
+            last_blocks_of: 0,
             sampled_at: [0; 2],
             max_len: wanted.min(u64::from(self.longest)) as u32,
             unit_end: u32::MAX,

@@ -27,6 +27,7 @@
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
+mod admit;
 mod arena;
 mod commit;
 mod config;
@@ -51,6 +52,7 @@ mod sequence;
 mod swap;
 mod sync;
 mod text;
+mod write;
 
 pub use arena::{ArenaLayout, DRAW_WIDTH, PAIR_WIDTH, ROW_CHANGE_WIDTH, StepShape, TABLE_CHANGE_WIDTH};
 pub use config::{EngineConfig, Eviction, Fairness, Policy};

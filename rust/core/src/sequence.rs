@@ -27,6 +27,9 @@ pub enum Sampling {
     },
 }
 
+/// Groups whose blocks of the last page stand in the sequence itself.
+pub(crate) const LAST_BLOCKS: usize = 3;
+
 /// Tokens that a sequence gets room for at its admission, at most.
 const MOST_RESERVED: u32 = 1 << 16;
 
@@ -131,6 +134,10 @@ pub(crate) struct Sequence {
     pub held: u32,
     /// Tokens that steps in flight sample for it: placeholders until their commit.
     pub pending: u32,
+    /// The blocks of its last page, for the first groups, so that a decode need not look for them; of a table of so many
+    /// blocks.
+    pub last_blocks: [BlockId; LAST_BLOCKS],
+    pub last_blocks_of: u32,
     /// By slot, its place among the sampled rows of the step.
     pub sampled_at: [u32; 2],
     /// Length at which it ends, prompt included.
@@ -240,6 +247,19 @@ impl Sequence {
         if self.record_timestamps {
             self.rest.timestamps.reserve(more);
         }
+    }
+
+    /// The blocks of its last page.
+    pub fn last_page(&mut self, num_groups: usize) -> &[BlockId] {
+        let first = self.blocks.len() - num_groups;
+        if num_groups > LAST_BLOCKS {
+            return &self.blocks[first..];
+        }
+        if self.last_blocks_of != self.blocks.len() as u32 {
+            self.last_blocks_of = self.blocks.len() as u32;
+            self.last_blocks[..num_groups].copy_from_slice(&self.blocks[first..]);
+        }
+        &self.last_blocks[..num_groups]
     }
 
     /// Places of `blocks` that no step has brought yet.

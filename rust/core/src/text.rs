@@ -1,9 +1,9 @@
 //! A text that grows token by token.
 //!
-//! The newest tokens stand in the value itself, a cache line of them, and move to the heap together: thousands of texts
+//! The newest tokens stand in the value itself and move to the heap together: thousands of texts
 //! that grow by one token a step would otherwise touch a line and a page of memory each.
 
-const NEWEST: usize = 16;
+const NEWEST: usize = 8;
 
 /// Token ids in order.
 #[derive(Debug, Clone)]
