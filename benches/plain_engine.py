@@ -226,7 +226,7 @@ class PlainEngine:
         )  # fmt: skip
         bounds = list(accumulate(map(len, sections), initial=0))
         self.arena[: bounds[-1]] = np.fromiter(chain.from_iterable(sections), np.int32, bounds[-1])
-        layout = {name: slice(start, end) for name, (start, end) in zip(SECTIONS, pairwise(bounds), strict=True)}
+        layout = {name: slice(start, end, 1) for name, (start, end) in zip(SECTIONS, pairwise(bounds), strict=True)}
         return PlannedStep(len(rows), decodes, len(tokens), len(rows), layout)
 
 

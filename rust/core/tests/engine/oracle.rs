@@ -269,6 +269,7 @@ impl Pair {
                 seen.iter().map(|seen| (seen.start as usize, seen.tokens.len(), seen.sampled)).collect();
             let of_twin: Vec<_> = expected.iter().map(|row| (row.start, row.len, row.sampled)).collect();
             assert_eq!(rows, of_twin);
+            assert_eq!((step.shape.copies, step.shape.swap_outs), naive.moves(), "copies, swap-outs");
             for (seen, row) in seen.iter().zip(&expected) {
                 let mut text = naive.seqs[naive.find(row.request).unwrap()].tokens.clone();
                 // And what earlier steps in flight sampled for it.

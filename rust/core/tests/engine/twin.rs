@@ -1110,6 +1110,14 @@ impl Naive {
         }
     }
 
+    /// Blocks that the step planned last copies within the pool, and to the host.
+    pub fn moves(&self) -> (usize, usize) {
+        let step = self.flights.last().unwrap();
+        let victims = step.victims.iter().map(|&request| &self.seqs[self.find(request).unwrap()]);
+        let swapped = victims.map(|seq| seq.swapped.as_ref().unwrap());
+        (step.pins.len(), swapped.flat_map(|swapped| &swapped.held).filter(|&&held| held).count())
+    }
+
     fn is_in(&mut self, step: &NaiveStep) {
         for &block in &step.pins {
             self.release(block, [false; 2]);
