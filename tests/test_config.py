@@ -184,6 +184,8 @@ def test_tenants_and_eviction_are_checked() -> None:
         ({"cache_eviction": "random"}, "cache_eviction is 'random', but must be 'lru' or 'lifo'"),
         ({"page_size": 8, "match_unit": 3}, "match_unit is 3, but must divide page_size, which is 8"),
         ({"match_unit": -1}, "match_unit is -1"),
+        ({"allow_block_sharing": False, "match_unit": 16}, "but allow_block_sharing is False"),
+        ({"allow_block_sharing": False, "cache_eviction": "lifo"}, "but allow_block_sharing is False"),
         ({"cpu_offload_space": -1.0}, "cpu_offload_space is -1.0"),
     ]
     for fields, message in wrong:

@@ -171,9 +171,9 @@ def test_eviction_swaps_and_resets_change_no_token(kinds: str, scheduler_type: s
     model = tiny_model(family, window=window, **overrides)
     draw = random.Random(3)
     prompts = [text(draw.choice([6, 11, 16]), seed % 3) + text(draw.randrange(1, 9), seed) for seed in range(16)]
-    evictions = offloads = 0
+    evictions = offloads = hits = 0
     for chunk, match_unit, cache_eviction, num_blocks in (
-        (3, 1, "lru", 16), (16, 4, "lifo", 14), (64, 2, "lru", 16),
+        (3, 1, "lru", 16), (16, 4, "lifo", 14), (64, 2, "lru", 16), (5, 0, "lru", 14),
     ):  # fmt: skip
         with serving(
             model, max_batch_tokens=chunk, match_unit=match_unit, cache_eviction=cache_eviction,
@@ -184,10 +184,13 @@ def test_eviction_swaps_and_resets_change_no_token(kinds: str, scheduler_type: s
         assert_generates(model, outputs)
         assert stats.owned_blocks == 0
         assert stats.free_swap_blocks == stats.swap_capacity
+        assert match_unit or stats.cached_tokens == 0
+        hits += stats.cached_tokens
         evictions += stats.evictions
         offloads += stats.swap_outs if swap else stats.soft_resets
     assert evictions
     assert offloads
+    assert hits
 
 
 def test_a_victim_comes_back_without_computing_anything_again(llama: PreTrainedModel) -> None:
@@ -370,6 +373,25 @@ def test_to_cancel_a_request_cancels_all_its_samples_and_a_sample_only_itself(ll
         assert [output.finish_reason for output in outputs if output is not None] == ["cancelled"] * 2
         stats = manager.stats()
         assert (stats.running, stats.waiting, stats.owned_blocks) == (0, 0, 0)
+
+
+def test_samples_that_no_queue_or_label_has_room_for_are_refused(llama: PreTrainedModel) -> None:
+    generation = GenerationConfig(max_new_tokens=2, do_sample=True, num_return_sequences=3)
+    with pytest.raises(ValueError, match="num_return_sequences is 3, but max_queue_size 2"):
+        chairlift.generate_batch(
+            llama, [text(4)], generation, continuous_batching_config=ContinuousBatchingConfig(max_queue_size=2)
+        )
+    with serving(llama, generation) as manager:
+        manager.add_request(text(4), request_id="req_1__child#0")
+        with pytest.raises(ValueError, match="'req_1__child#0' is taken"):
+            manager.add_requests([text(4), text(5)])
+        outputs = chairlift.generate_batch(
+            llama,
+            [text(4)] * 3,
+            generation,
+            continuous_batching_config=ContinuousBatchingConfig(page_size=4, num_blocks=16, max_queue_size=3),
+        )
+    assert len(outputs) == 9
 
 
 def test_generate_batch_puts_samples_beside_their_prompt(llama: PreTrainedModel) -> None:

@@ -181,6 +181,11 @@ class ContinuousBatchingConfig:
         self._check_int("match_unit", 0, optional=True)
         if self.match_unit and self.page_size % self.match_unit:
             raise ValueError(f"match_unit is {self.match_unit}, but must divide page_size, which is {self.page_size}")
+        if not self.allow_block_sharing and (self.match_unit or self.cache_eviction != EVICTION_ORDERS[0]):
+            raise ValueError(
+                f"match_unit={self.match_unit} and cache_eviction={self.cache_eviction!r} are of the prefix cache, but "
+                "allow_block_sharing is False: leave them out, or allow it"
+            )
         if self.cache_eviction not in EVICTION_ORDERS:
             known = " or ".join(map(repr, EVICTION_ORDERS))
             raise ValueError(f"cache_eviction is {self.cache_eviction!r}, but must be {known}")

@@ -77,6 +77,11 @@ class ContinuousBatchingManager:
             self.options = GenerationOptions.resolve(
                 model, generation_config, drop_unsupported_processors=config.drop_unsupported_processors
             )
+        if 0 < config.max_queue_size < self.options.num_return_sequences:
+            raise ValueError(
+                f"num_return_sequences is {self.options.num_return_sequences}, but max_queue_size "
+                f"{config.max_queue_size}: no request could ever join the queue"
+            )
         self.geometry = geometry_of(self.facts.calls, config.page_size)
         backend = choose_backend(model.config._attn_implementation, model.device, self.geometry)
         check_packed(model, self.facts, self.geometry, backend)
@@ -290,11 +295,7 @@ class ContinuousBatchingManager:
         with self._lock:
             (label,) = self._books.free_labels(1) if request_id is None else [request_id]
             labels = self.family(label)
-            for taken in labels:
-                if taken in self._books:
-                    raise ValueError(
-                        f"request_id {taken!r} is taken: a request of that name is in flight or waits to be collected"
-                    )
+            self._check_free(labels)
             created = time.perf_counter()
             try:
                 first = self._engine.submit(
@@ -355,6 +356,7 @@ class ContinuousBatchingManager:
             labels = self._books.free_labels(len(lengths))
             n = self.options.num_return_sequences
             every = labels if n == 1 else [name for label in labels for name in self.family(label)]
+            self._check_free(every if n > 1 else [])
             created = time.perf_counter()
             try:
                 first = self._engine.submit_many(
@@ -377,6 +379,13 @@ class ContinuousBatchingManager:
                 first, every, kept, n=n, created=created, record_timestamps=record_timestamps, numbered=True
             )
         return labels
+
+    def _check_free(self, labels: Sequence[str]) -> None:
+        for taken in labels:
+            if taken in self._books:
+                raise ValueError(
+                    f"request_id {taken!r} is taken: a request of that name is in flight or waits to be collected"
+                )
 
     def family(self, label: str) -> list[str]:
         """The labels of a request's sequences, its own first."""

@@ -112,6 +112,9 @@ class Stats:
         peak_owned_blocks: Most blocks owned at once since the engine was made.
         steps: Committed steps.
         abandoned_steps: Steps abandoned.
+        batch_rows: Rows of the step that was planned last.
+        batch_decodes: Those of them that brought one token.
+        batch_tokens: Tokens of that step.
         prompt_tokens: Prompt tokens computed (again, after a soft reset), in committed steps.
         generated_tokens: Tokens generated, in committed steps.
         finished: Requests that ended by an end token or a bound.
@@ -145,6 +148,9 @@ class Stats:
     peak_owned_blocks: int
     steps: int
     abandoned_steps: int
+    batch_rows: int
+    batch_decodes: int
+    batch_tokens: int
     prompt_tokens: int
     generated_tokens: int
     finished: int

@@ -59,6 +59,12 @@ counters! {
     steps,
     /// Steps abandoned.
     abandoned_steps,
+    /// Rows of the step that was planned last.
+    batch_rows,
+    /// Those of them that brought one token.
+    batch_decodes,
+    /// Tokens of that step.
+    batch_tokens,
     /// Prompt tokens computed (again, after a soft reset), in committed steps.
     prompt_tokens,
     /// Tokens generated, in committed steps.

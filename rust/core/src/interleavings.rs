@@ -226,7 +226,16 @@ fn token(request: RequestId, token: i32) -> Event {
 
 fn end(request: RequestId) -> Event {
     let (tokens, logprobs, timestamps) = (vec![], vec![], vec![]);
-    let output = Output { tokens, logprobs, timestamps, finish: Finish::Stop, started: None, ended: 0.0 };
+    let output = Output {
+        prompt: vec![],
+        tokens,
+        logprobs,
+        timestamps,
+        cached_tokens: 0,
+        finish: Finish::Stop,
+        started: None,
+        ended: 0.0,
+    };
     Event { request, news: News::End(Box::new(output)) }
 }
 
