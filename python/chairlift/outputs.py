@@ -112,7 +112,7 @@ class Stats:
         peak_owned_blocks: Most blocks owned at once since the engine was made.
         steps: Committed steps.
         abandoned_steps: Steps abandoned.
-        batch_rows: Rows of the step that was planned last.
+        batch_rows: Rows of the step that was committed last.
         batch_decodes: Those of them that brought one token.
         batch_tokens: Tokens of that step.
         prompt_tokens: Prompt tokens computed (again, after a soft reset), in committed steps.

@@ -1,5 +1,7 @@
 //! What becomes of a planned step: committed with its results, or abandoned without a trace.
 
+use std::sync::atomic::Ordering::Relaxed;
+
 use crate::counters::Counters;
 use crate::engine::{Arrival, Engine, Flight, Results};
 use crate::error::{Error, Result};
@@ -100,6 +102,9 @@ impl Engine {
         }
         Counters::add(&self.counters.copied_blocks, flight.copies.len() as u64);
         self.step_is_in(slot, &mut flight);
+        self.counters.batch_rows.store(flight.entries.len() as u64, Relaxed);
+        self.counters.batch_decodes.store(flight.decodes as u64, Relaxed);
+        self.counters.batch_tokens.store(flight.tokens as u64, Relaxed);
         Counters::add(&self.counters.steps, 1);
         Counters::add(&self.counters.prompt_tokens, prompt_tokens);
         Counters::add(&self.counters.generated_tokens, generated);

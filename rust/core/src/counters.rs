@@ -59,7 +59,7 @@ counters! {
     steps,
     /// Steps abandoned.
     abandoned_steps,
-    /// Rows of the step that was planned last.
+    /// Rows of the step that was committed last.
     batch_rows,
     /// Those of them that brought one token.
     batch_decodes,

@@ -76,6 +76,8 @@ pub(crate) struct Flight {
     /// Rows that a token is sampled for, and whether some of them record its logprob.
     pub sampled: usize,
     pub wants_logprobs: bool,
+    /// Leading rows that bring one token.
+    pub decodes: usize,
     /// Tokens, table changes, arrivals and carry-overs of its rows.
     pub tokens: usize,
     pub news: usize,

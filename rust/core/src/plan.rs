@@ -1,7 +1,6 @@
 //! Planning a step: which rows, with how many tokens, in which blocks. A sequence that does not fit leaves no trace.
 
 use std::cmp::Reverse;
-use std::sync::atomic::Ordering::Relaxed;
 
 use crate::config::Policy;
 use crate::counters::Counters;
@@ -73,6 +72,7 @@ impl Engine {
             return Ok(None);
         }
         self.singles_first(&mut flight.entries);
+        flight.decodes = flight.entries.iter().take_while(|entry| entry.len == 1).count();
         flight.swap_outs.append(&mut self.swap.unsent);
         flight.victims.append(&mut self.unsent_victims);
         for &id in &flight.victims {
@@ -81,9 +81,6 @@ impl Engine {
             }
         }
         let step = self.write(slot, &flight, arena);
-        self.counters.batch_rows.store(step.shape.rows as u64, Relaxed);
-        self.counters.batch_decodes.store(step.shape.decodes as u64, Relaxed);
-        self.counters.batch_tokens.store(step.shape.tokens as u64, Relaxed);
         self.planned_steps += 1;
         flight.number = self.planned_steps;
         self.in_flight[slot.index()] = Some(flight);

@@ -60,7 +60,7 @@ impl Engine {
         let (num_groups, page_size) = (self.config.groups.len(), self.config.page_size);
         let shape = StepShape {
             rows: flight.entries.len(),
-            decodes: flight.entries.iter().take_while(|entry| entry.len == 1).count(),
+            decodes: flight.decodes,
             tokens: flight.tokens,
             sampled: flight.sampled,
             table_changes: flight.news,
