@@ -191,6 +191,12 @@ def test_tenants_and_eviction_are_checked() -> None:
     for fields, message in wrong:
         with pytest.raises(ValueError, match=re.escape(message)):
             ContinuousBatchingConfig(**fields)
+    for space in (float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="cpu_offload_space is"):
+            ContinuousBatchingConfig(cpu_offload_space=space)
+    for wrong_type in ({"cpu_offload_space": "1"}, {"cpu_offload_space": True}, {"tenant_weights": [("a", 1)]}):
+        with pytest.raises(TypeError, match=next(iter(wrong_type))):
+            ContinuousBatchingConfig(fairness="tenant", **wrong_type)
     with pytest.raises(TypeError, match="maps names to numbers"):
         ContinuousBatchingConfig(fairness="tenant", tenant_weights={"a": "heavy"})  # type: ignore[dict-item]
 

@@ -475,6 +475,8 @@ def test_many_requests_join_a_bounded_queue_all_or_none(llama: PreTrainedModel) 
     with pytest.raises(chairlift.QueueFull, match="1 requests wait and 4 more"):
         manager.add_requests([PROMPT] * 4)
     assert manager._engine.queued == 1
+    with pytest.raises(ValueError, match="5 sequences can never join a queue of 4"):
+        manager.add_requests([PROMPT] * 5)
     assert len(manager.add_requests([PROMPT] * 3)) == 3
     manager.destroy()
 

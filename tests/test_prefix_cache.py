@@ -375,6 +375,34 @@ def test_to_cancel_a_request_cancels_all_its_samples_and_a_sample_only_itself(ll
         assert (stats.running, stats.waiting, stats.owned_blocks) == (0, 0, 0)
 
 
+def test_samples_are_cancelled_by_the_name_of_a_first_one_that_has_ended(llama: PreTrainedModel) -> None:
+    generation = GenerationConfig(max_new_tokens=10**6, do_sample=True, num_return_sequences=3)
+    with serving(llama, generation, num_blocks=4000, max_batch_tokens=32) as manager:
+        for labels in (
+            [manager.add_request(text(9))], manager.add_requests([text(9), text(10)])[:1],
+        ):  # fmt: skip
+            (label,) = labels
+            first = manager._books.id_of(label)
+            manager._engine.cancel(first)  # all three; the first one's output is taken before the others'
+            assert manager.get_result(label, timeout=60) is not None
+            with pytest.raises(KeyError):
+                manager.get_result(label)
+            manager.cancel_request(label)
+            for child in range(2):
+                assert manager.get_result(f"{label}__child#{child}", timeout=60) is not None
+            with pytest.raises(KeyError):
+                manager.cancel_request(label)
+        manager.cancel_request("req_2")
+
+
+def test_no_match_unit_is_no_prefix_cache(llama: PreTrainedModel) -> None:
+    with serving(llama, match_unit=0) as manager:
+        outputs = [serve(manager, [text(20)])[0] for _ in range(2)]
+        assert manager.config.match_unit == 0
+        assert "prefix cache" in manager.describe()
+    assert [output.cached_tokens for output in outputs] == [0, 0]
+
+
 def test_samples_that_no_queue_or_label_has_room_for_are_refused(llama: PreTrainedModel) -> None:
     generation = GenerationConfig(max_new_tokens=2, do_sample=True, num_return_sequences=3)
     with pytest.raises(ValueError, match="num_return_sequences is 3, but max_queue_size 2"):
@@ -383,8 +411,11 @@ def test_samples_that_no_queue_or_label_has_room_for_are_refused(llama: PreTrain
         )
     with serving(llama, generation) as manager:
         manager.add_request(text(4), request_id="req_1__child#0")
-        with pytest.raises(ValueError, match="'req_1__child#0' is taken"):
-            manager.add_requests([text(4), text(5)])
+        # Labels of which some sequence's is taken are not given.
+        assert manager.add_requests([text(4), text(5)]) == ["req_0", "req_2"]
+        assert manager.add_request(text(4)) == "req_3"
+        with pytest.raises(ValueError, match="'req_3__child#1' is taken"):
+            manager.add_request(text(4), request_id="req_3__child#1")
         outputs = chairlift.generate_batch(
             llama,
             [text(4)] * 3,

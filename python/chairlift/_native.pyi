@@ -277,6 +277,8 @@ class Engine:
         n: int = 1,
         eos: list[int] = ...,
         sampling: Sampling | None = None,
+        priority: int = 0,
+        tenant: str = "",
         cache_salt: str = "",
         streaming: bool = False,
         record_timestamps: bool = False,

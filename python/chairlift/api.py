@@ -71,7 +71,7 @@ def continuous_batching_context_manager(
             "persistent_manager=True is not served yet: make a manager with init_continuous_batching and keep it"
         )
     manager = init_continuous_batching(model, generation_config, continuous_batching_config, workload_hints)
-    manager.start()
+    manager.start(once=True)
     try:
         yield manager
     except BaseException:

@@ -4,7 +4,7 @@ Events of the engine become outputs here. It locks nothing: the manager does.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +27,7 @@ class _Record:
     """What is kept of a sequence."""
 
     label: str
+    family: str  # label of the first sequence of its request
     prompt: npt.NDArray[np.int64] | None
     created: float
     record_timestamps: bool
@@ -57,20 +58,24 @@ class Books:
         self._batches: dict[int, _Batch] = {}
         self._firsts: list[int] = []  # of the batches, rising
         self._next_label = 0
+        # Of requests of several sequences, by the label of the first: its id, and how many outputs are to come.
+        self._families: dict[str, tuple[int, int]] = {}
 
     def __contains__(self, label: str) -> bool:
         return label in self._ids
 
-    def free_labels(self, count: int) -> list[str]:
-        """The next `req_N` that nobody has. They count as given once they are added."""
+    def free_labels(self, count: int, family: Callable[[str], Sequence[str]]) -> list[str]:
+        """The next `req_N` that nobody has, they and the rest of their families. They count as given once they are
+        added."""
         first = self._next_label
         labels = [f"req_{number}" for number in range(first, first + count)]
-        if self._ids.keys().isdisjoint(labels):
+        if self._ids.keys().isdisjoint(name for label in labels for name in family(label)):
             return labels
         # Somebody chose such a label.
         labels = []
         while len(labels) < count:
-            if (label := f"req_{first}") not in self._ids:
+            label = f"req_{first}"
+            if self._ids.keys().isdisjoint(family(label)):
                 labels.append(label)
             first += 1
         return labels
@@ -98,10 +103,13 @@ class Books:
             numbered: Whether the labels are from `free_labels`.
         """
         self._ids.update(zip(labels, range(first, first + len(labels)), strict=True))
+        if n > 1:
+            for at in range(0, len(labels), n):
+                self._families[labels[at]] = (first + at, n)
         if len(labels) == n:
             prompt = None if prompts is None else prompts[0]
             for sequence, label in enumerate(labels, first):
-                self._records[sequence] = _Record(label, prompt, created, record_timestamps)
+                self._records[sequence] = _Record(label, labels[0], prompt, created, record_timestamps)
         else:
             self._batches[first] = _Batch(labels, prompts, n, created, record_timestamps, len(labels))
             self._firsts.append(first)
@@ -117,6 +125,16 @@ class Books:
         if label not in self._ids:
             raise KeyError(f"no request {label!r}: it was never added, or its last output was taken")
         return self._ids[label]
+
+    def id_to_cancel(self, label: str) -> int:
+        """The id of a sequence, or of a request of several whose first has ended already.
+
+        Raises:
+            KeyError: As `id_of`.
+        """
+        if label not in self._ids and label in self._families:
+            return self._families[label][0]
+        return self.id_of(label)
 
     def is_open(self, sequence: int) -> bool:
         """Whether the last output of a sequence is still to be taken."""
@@ -160,11 +178,16 @@ class Books:
         if place >= len(batch.labels):
             return None
         prompt = None if batch.prompts is None else batch.prompts[place // batch.n]
-        return _Record(batch.labels[place], prompt, batch.created, batch.record_timestamps)
+        family = batch.labels[place - place % batch.n]
+        return _Record(batch.labels[place], family, prompt, batch.created, batch.record_timestamps)
 
     def _close(self, sequence: int, record: _Record) -> None:
         del self._ids[record.label]
         self._records.pop(sequence, None)
+        if record.family in self._families:
+            first, left = self._families.pop(record.family)
+            if left > 1:
+                self._families[record.family] = (first, left - 1)
         at = bisect_right(self._firsts, sequence) - 1
         if at < 0 or sequence >= self._firsts[at] + len(self._batches[self._firsts[at]].labels):
             return  # it came alone

@@ -1,6 +1,7 @@
 """`ContinuousBatchingConfig`: every field of transformers' own, checked, and what is not served yet refused by name."""
 
 import dataclasses
+import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -60,7 +61,8 @@ class ContinuousBatchingConfig:
             fit is computed again. 0: none. None: what the safety threshold allows.
         cpu_offload_space_safety_threshold: Part of the RAM that is free beside pool and batches that offloading may
             take, 0 to 1; a larger `cpu_offload_space` is lowered to it, with a warning. 0: no such bound.
-        max_queue_size: Bound on requests that wait to be admitted; 0: none. One more raises `QueueFull` at once.
+        max_queue_size: Bound on sequences that wait to be admitted for the first time; 0: none. One more raises
+            `QueueFull` at once.
         per_request_processors: Accepted. Requests have no processors of their own yet, so it changes nothing.
         drop_unsupported_processors: Drop logits processors that are not served, with a warning, instead of refusing
             them.
@@ -194,8 +196,12 @@ class ContinuousBatchingConfig:
         self._check_part("max_memory_percent", optional=True, above_zero=True)
         self._check_part("safety_margin", optional=True)
         self._check_part("cpu_offload_space_safety_threshold")
-        if self.cpu_offload_space is not None and self.cpu_offload_space < 0:
-            raise ValueError(f"cpu_offload_space is {self.cpu_offload_space}, but must be at least 0 (GiB)")
+        space = self.cpu_offload_space
+        if space is not None:
+            if isinstance(space, bool) or not isinstance(space, int | float):
+                raise TypeError(f"cpu_offload_space is {space!r}, but must be a number of GiB, or None")
+            if not 0 <= space < math.inf:
+                raise ValueError(f"cpu_offload_space is {space}, but must be at least 0 (GiB), and finite")
         if self.scheduler_type not in SAFETY_MARGINS:
             known = " or ".join(map(repr, SAFETY_MARGINS))
             raise ValueError(f"scheduler_type is {self.scheduler_type!r}, but must be {known}")
@@ -207,6 +213,8 @@ class ContinuousBatchingConfig:
             raise ValueError(f"fairness is {self.fairness!r}, but must be None or 'tenant'")
         if self.tenant_weights is None:
             return
+        if not isinstance(self.tenant_weights, Mapping):
+            raise TypeError(f"tenant_weights is {self.tenant_weights!r}, but must map names to numbers")
         if self.fairness is None:
             raise ValueError("tenant_weights are set, but fairness is None: set fairness='tenant'")
         for tenant, weight in self.tenant_weights.items():

@@ -114,6 +114,7 @@ class ContinuousBatchingManager:
         self._lock = threading.Lock()  # of the books
         self._books = Books()
         self._weights: Fingerprint | None = None
+        self._was_started = False
         self._destroyed = False
         self.fatal_error: BaseException | None = None
         # Requests may come before the start; outputs cannot.
@@ -126,8 +127,12 @@ class ContinuousBatchingManager:
         thread = self._thread
         return thread is not None and thread.is_alive()
 
-    def start(self) -> None:
+    def start(self, once: bool = False) -> None:
         """Starts the loop's thread. A stop that is under way comes to its end first.
+
+        Args:
+            once: Nothing that this start computes will serve another one, so that the weights need not be read now to
+                notice later whether they changed.
 
         Raises:
             RuntimeError: The manager was destroyed, or its loop died.
@@ -141,15 +146,15 @@ class ContinuousBatchingManager:
                     raise RuntimeError(message) from self.fatal_error
                 thread = self._thread
                 if thread is None or not thread.is_alive():
-                    self._launch()
+                    self._launch(once)
                     return
                 if self._stop_request.level is StopLevel.NONE:
                     warnings.warn("the manager runs already", UserWarning, stacklevel=2)
                     return
             thread.join()
 
-    def _launch(self) -> None:
-        self._notice_weights()
+    def _launch(self, once: bool) -> None:
+        self._notice_weights(once)
         self._stop_request = StopRequest()
         self._engine.reopen()
         _running.add(self)
@@ -157,9 +162,10 @@ class ContinuousBatchingManager:
         self._thread = threading.Thread(target=self._run, name="chairlift-loop", daemon=True)
         self._thread.start()
 
-    def _notice_weights(self) -> None:
+    def _notice_weights(self, once: bool) -> None:
         """What other weights computed is worth nothing: finds out whether the model's changed since the last start."""
-        if not self.config.match_unit:
+        first, self._was_started = not self._was_started, True
+        if not self.config.match_unit or (first and once):
             return
         try:
             weights = fingerprint(self.model)
@@ -167,7 +173,7 @@ class ContinuousBatchingManager:
             logger.warning(f"The prefix cache starts empty each time the manager is started: {error}")
             self._engine.new_epoch()
             return
-        if self._weights not in (None, weights):
+        if not first and self._weights != weights:
             self._engine.new_epoch()
         self._weights = weights
 
@@ -175,7 +181,8 @@ class ContinuousBatchingManager:
         """Forgets all K and V that are kept for prompts to come. Requests that run go on undisturbed; nothing that was
         computed before the call is shared with a request that is scheduled after it.
 
-        Where weights changed between a stop and a start of the manager this happens by itself.
+        Where the weights of a start are others than those of the last one this happens by itself. Weights that change
+        while the manager runs are noticed by nobody: call this right after the change.
         """
         self._engine.new_epoch()
 
@@ -283,17 +290,9 @@ class ContinuousBatchingManager:
         eos = self.options.eos_token_ids if eos_token_id is None else eos_tuple(eos_token_id)
         if request_id is not None and not isinstance(request_id, str):
             raise TypeError(f"request_id is {request_id!r}, but must be a string or None")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise TypeError(f"priority is {priority!r}, but must be an integer")
-        if abs(priority) > _MOST_PRIORITY:
-            raise ValueError(f"priority is {priority}, but must be between -{_MOST_PRIORITY} and {_MOST_PRIORITY}")
-        for name, text in (("cache_salt", cache_salt), ("tenant", tenant)):
-            if text is not None and not isinstance(text, str):
-                raise TypeError(f"{name} is {text!r}, but must be a string or None")
-        if tenant is not None and self.config.fairness is None:
-            raise ValueError(f"tenant is {tenant!r}, but fairness is None: set fairness='tenant' in the config")
+        self._check_rules(priority, cache_salt, tenant)
         with self._lock:
-            (label,) = self._books.free_labels(1) if request_id is None else [request_id]
+            (label,) = self._books.free_labels(1, self.family) if request_id is None else [request_id]
             labels = self.family(label)
             self._check_free(labels)
             created = time.perf_counter()
@@ -331,6 +330,10 @@ class ContinuousBatchingManager:
         max_new_tokens: int | None = None,
         streaming: bool = False,
         record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
     ) -> list[str]:
         """Hands several requests over: all of them, or none.
 
@@ -339,6 +342,10 @@ class ContinuousBatchingManager:
             max_new_tokens: See `add_request`; so the others.
             streaming: See `add_request`.
             record_timestamps: See `add_request`.
+            eos_token_id: See `add_request`.
+            priority: See `add_request`.
+            cache_salt: See `add_request`.
+            tenant: See `add_request`.
 
         Returns:
             The labels, in order.
@@ -352,8 +359,16 @@ class ContinuousBatchingManager:
         if not len(lengths):
             return []
         bounds = self._bounds(lengths, max_new_tokens)
+        eos = self.options.eos_token_ids if eos_token_id is None else eos_tuple(eos_token_id)
+        self._check_rules(priority, cache_salt, tenant)
+        wanted = len(lengths) * self.options.num_return_sequences
+        if 0 < self.config.max_queue_size < wanted:
+            raise ValueError(
+                f"{wanted} sequences can never join a queue of {self.config.max_queue_size} (max_queue_size) at once: "
+                "hand over fewer at a time"
+            )
         with self._lock:
-            labels = self._books.free_labels(len(lengths))
+            labels = self._books.free_labels(len(lengths), self.family)
             n = self.options.num_return_sequences
             every = labels if n == 1 else [name for label in labels for name in self.family(label)]
             self._check_free(every if n > 1 else [])
@@ -364,8 +379,11 @@ class ContinuousBatchingManager:
                     lengths,
                     bounds,
                     n=n,
-                    eos=list(self.options.eos_token_ids),
+                    eos=list(eos),
                     sampling=self.options.sampling,
+                    priority=priority,
+                    tenant=tenant or "",
+                    cache_salt=_salt(cache_salt),
                     streaming=streaming,
                     record_timestamps=record_timestamps,
                     record_logprobs=self.config.return_logprobs,
@@ -379,6 +397,17 @@ class ContinuousBatchingManager:
                 first, every, kept, n=n, created=created, record_timestamps=record_timestamps, numbered=True
             )
         return labels
+
+    def _check_rules(self, priority: int, cache_salt: str | None, tenant: str | None) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise TypeError(f"priority is {priority!r}, but must be an integer")
+        if abs(priority) > _MOST_PRIORITY:
+            raise ValueError(f"priority is {priority}, but must be between -{_MOST_PRIORITY} and {_MOST_PRIORITY}")
+        for name, text in (("cache_salt", cache_salt), ("tenant", tenant)):
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"{name} is {text!r}, but must be a string or None")
+        if tenant is not None and self.config.fairness is None:
+            raise ValueError(f"tenant is {tenant!r}, but fairness is None: set fairness='tenant' in the config")
 
     def _check_free(self, labels: Sequence[str]) -> None:
         for taken in labels:
@@ -431,7 +460,7 @@ class ContinuousBatchingManager:
             KeyError: No request of that label is in flight or has an output to be taken.
         """
         with self._lock:
-            self._engine.cancel(self._books.id_of(request_id))
+            self._engine.cancel(self._books.id_to_cancel(request_id))
 
     # ------------------------------------------------------------------ outputs
 
@@ -527,6 +556,7 @@ class ContinuousBatchingManager:
         facts, geometry, config = self.facts, self.geometry, self.config
         blocks = _resolved(config.num_blocks)
         batch = self.batch_cost.of(_resolved(config.max_batch_tokens), _resolved(config.max_requests_per_batch))
+        host_bytes = config.swap_blocks * geometry.block_bytes
         shared = sum(call.reads_from != call.ordinal for call in facts.calls)
         lines = {
             "model": f"{type(self.model).__name__}, {self.model.dtype}, {self.model.device}",
@@ -539,7 +569,9 @@ class ContinuousBatchingManager:
             "prefix cache": f"shared by {config.match_unit} tokens, {config.cache_eviction}"
             if config.match_unit
             else "off",
-            "host memory": f"{config.swap_blocks} blocks for victims" if config.swap_blocks else "none for victims",
+            "host memory": f"{config.swap_blocks} blocks ({host_bytes / 2**20:,.1f} MiB) for victims"
+            if config.swap_blocks
+            else "none for victims",
             "cache": f"{blocks * geometry.page_size:,} tokens, {self.cache_bytes / 2**20:,.1f} MiB",
             "max_batch_tokens": config.max_batch_tokens,
             "max_requests_per_batch": config.max_requests_per_batch,

@@ -133,7 +133,8 @@ def resolve(
 def _match_unit(config: ContinuousBatchingConfig) -> int:
     if not config.allow_block_sharing:
         return 0
-    return config.match_unit or _native.default_match_unit(config.page_size)
+    unit = config.match_unit
+    return _native.default_match_unit(config.page_size) if unit is None else unit
 
 
 def _swap_blocks(config: ContinuousBatchingConfig, geometry: Geometry, free: int) -> int:

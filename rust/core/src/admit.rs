@@ -18,6 +18,9 @@ struct Offer {
     blocks: u32,
 }
 
+/// Steps after which a sequence that did not fit is looked at anew, whatever there is.
+const LOOK_AGAIN: u64 = 16;
+
 impl Engine {
     /// Takes in who waits, as far as budgets, rows and blocks go.
     pub(crate) fn admit(&mut self, flight: &mut Flight, budget: &mut Budget, now: f64) {
@@ -31,13 +34,24 @@ impl Engine {
                 break;
             }
             let Some(id) = self.queue.next(&skipped) else { break };
-            if !budget.takes_regime(self.seqs[id].second_regime) {
-                // The next step is its.
+            if self.waits_for_another(id) {
+                // That one is active and gets on, so this is no passing over.
+                skipped.push(id);
+                continue;
+            }
+            // With the other regime the next step is its.
+            let takes_regime = budget.takes_regime(self.seqs[id].second_regime);
+            if !takes_regime || self.found_no_room(id) {
+                if skipped.is_empty() {
+                    if self.seqs[id].rest.passed_over >= MAX_PASSED_OVER {
+                        break;
+                    }
+                    head_passed_over = Some(id);
+                }
                 skipped.push(id);
                 continue;
             }
             let Some(offer) = self.offer(id) else {
-                // What it needs next is being computed by another. That one is active, so this is no passing over.
                 skipped.push(id);
                 continue;
             };
@@ -51,6 +65,7 @@ impl Engine {
                     }
                     head_passed_over = Some(id);
                 }
+                self.seqs[id].rest.no_room = Some((offer.blocks, self.planned_steps));
                 skipped.push(id);
                 continue;
             };
@@ -77,6 +92,21 @@ impl Engine {
             }
         }
         self.skipped = skipped;
+    }
+
+    /// Whether another still computes the match unit that it needed when it was last looked at.
+    fn waits_for_another(&mut self, id: SeqId) -> bool {
+        let follows = &mut self.seqs[id].rest.follows;
+        *follows = follows.filter(|key| self.producers.contains_key(key));
+        follows.is_some()
+    }
+
+    /// Whether there are fewer blocks than it needed when it was last looked at, not long ago: to look costs as much as its
+    /// text is long, and what it needs becomes less only when others compute its beginning.
+    fn found_no_room(&self, id: SeqId) -> bool {
+        let available = self.ledger.pool.available();
+        let no_room = self.seqs[id].rest.no_room;
+        no_room.is_some_and(|(blocks, step)| blocks > available && self.planned_steps < step + LOOK_AGAIN)
     }
 
     /// What the cache has for a sequence that waits; `None` while another computes the match unit that it needs next.
@@ -106,7 +136,8 @@ impl Engine {
             hits = Default::default();
         }
         let next = seq.rest.keys.get((hits[0].tokens / self.config.match_unit) as usize);
-        if next.is_some_and(|key| self.producers.contains_key(key)) {
+        if let Some(&key) = next.filter(|key| self.producers.contains_key(key)) {
+            self.seqs[id].rest.follows = Some(key);
             return None;
         }
         // To copy a page takes a block more until the copy is made; where that is too much, it is computed.

@@ -148,7 +148,8 @@ impl ArenaLayout {
         // two steps are in flight.
         let of_a_chunk = 2 * (3 * (tokens / page_size + 2) + seen / page_size + 3);
         let whole_table = config.longest().min(LONGEST_TABLE_TOKENS) as usize / page_size + 2;
-        config.groups.len() * (decodes + of_a_chunk + whole_table)
+        // Twice, as half of it is what one row may begin with.
+        config.groups.len() * (decodes + of_a_chunk + 2 * whole_table)
     }
 }
 

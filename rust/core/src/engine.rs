@@ -256,17 +256,24 @@ impl Engine {
         next: Option<(Slot, &mut [i32])>,
         now: f64,
     ) -> Result<Option<Step>> {
+        if let Some((slot, arena)) = &next {
+            // What the plan could refuse is looked at before anything is committed.
+            if done.is_none_or(|results| results.slot != *slot) {
+                self.check_free(*slot)?;
+            }
+            self.check_arena(*slot, arena.len())?;
+        }
         if let Some(results) = done {
             self.commit(results, now)?;
         }
         self.read_inbox(now);
         let step = match next {
             Some((slot, arena)) => self.plan(slot, arena, now),
-            None => Ok(None),
+            None => None,
         };
         self.publish_gauges();
         self.outbox.deliver(&mut self.events);
-        step
+        Ok(step)
     }
 
     /// Gives a request that cannot be taken an id and its terminal event.
@@ -427,6 +434,8 @@ impl Engine {
                 tip: None,
                 producing: None,
                 cached_tokens: 0,
+                follows: None,
+                no_room: None,
                 epoch: 0,
                 swapped: None,
                 eos: what.eos,
@@ -507,6 +516,14 @@ impl Engine {
         counters.free_swap_blocks.store(u64::from(self.swap.available()), Relaxed);
         counters.publish_groups(pool.by_group());
         counters.evictions.store(self.ledger.evictions, Relaxed);
+    }
+
+    fn check_arena(&self, slot: Slot, have: usize) -> Result<()> {
+        let need = self.arena_capacity;
+        if have < need {
+            return Err(Error::BufferTooSmall { slot, buffer: "arena", have, need });
+        }
+        Ok(())
     }
 
     pub(crate) fn check_free(&self, slot: Slot) -> Result<()> {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// A block of the pool, `0 .. num_blocks`; the two trash blocks follow as `num_blocks` and `num_blocks + 1`.
+/// A block of the pool, from 0; the two trash blocks follow the last one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockId(pub(crate) u32);
 

@@ -5,7 +5,6 @@ use std::cmp::Reverse;
 use crate::config::Policy;
 use crate::counters::Counters;
 use crate::engine::{Arrival, Engine, Entry, Flight, Step};
-use crate::error::{Error, Result};
 use crate::ids::{SeqId, Slot};
 use crate::pool::Tickets;
 use crate::sequence::Phase;
@@ -34,16 +33,12 @@ impl Budget {
     }
 }
 
-/// With `prefill_first`, a decoding sequence is in at least every so manieth step.
+/// With `prefill_first`, a decoding sequence is in at least one of so many steps.
 pub const MAX_STEPS_WITHOUT_DECODES: u32 = 8;
 
 impl Engine {
-    pub(crate) fn plan(&mut self, slot: Slot, arena: &mut [i32], now: f64) -> Result<Option<Step>> {
-        self.check_free(slot)?;
-        let need = self.arena_capacity();
-        if arena.len() < need {
-            return Err(Error::BufferTooSmall { slot, buffer: "arena", have: arena.len(), need });
-        }
+    /// Plans a step into a slot that is free and an arena that is long enough.
+    pub(crate) fn plan(&mut self, slot: Slot, arena: &mut [i32], now: f64) -> Option<Step> {
         let mut flight = self.spare.pop().unwrap_or_default();
         flight.clear();
         self.cross_over();
@@ -69,7 +64,7 @@ impl Engine {
                 "nothing could be planned although sequences are there"
             );
             self.spare.push(flight);
-            return Ok(None);
+            return None;
         }
         self.singles_first(&mut flight.entries);
         flight.decodes = flight.entries.iter().take_while(|entry| entry.len == 1).count();
@@ -84,7 +79,7 @@ impl Engine {
         self.planned_steps += 1;
         flight.number = self.planned_steps;
         self.in_flight[slot.index()] = Some(flight);
-        Ok(Some(step))
+        Some(step)
     }
 
     /// Sequences that have outgrown the first regime wait again, to be computed from the start in the second.
@@ -294,7 +289,7 @@ impl Engine {
         true
     }
 
-    /// Makes room by resetting starved sequences, of the lowest priority the newest first, as few as the demand of the
+    /// Makes room by taking the blocks of starved sequences, of the lowest priority the newest first, as few as the demand of the
     /// others needs, and never the last active one. Tells whether there was a victim.
     ///
     /// A sequence in flight is no victim: starved, it is left out of this step and so at rest by the next.

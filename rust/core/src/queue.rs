@@ -18,8 +18,8 @@ pub const MAX_PASSED_OVER: u32 = 16;
 const GENERATED: u64 = 2;
 /// A token of a tenant of weight 1 in the units that counters count.
 const UNIT: f64 = 65_536.0;
-/// Tenants that are kept though nothing of theirs is here, before they are looked through.
-const KEPT_TENANTS: usize = 64;
+/// Tenants that are kept, before those of whom nothing is here are forgotten.
+const KEPT_TENANTS: usize = 1024;
 
 /// Where a sequence stands among its likes: by priority, then by first admission (of victims) or arrival.
 type Place = (Reverse<i32>, u64);
@@ -55,6 +55,8 @@ pub(crate) struct WaitingQueue {
     /// Tenants whose counters are to be settled.
     unsettled: Vec<TenantId>,
     fairness: Fairness,
+    /// Names with which those that are away are forgotten.
+    most_kept: usize,
 }
 
 impl WaitingQueue {
@@ -68,6 +70,7 @@ impl WaitingQueue {
             order: BTreeSet::new(),
             unsettled: Vec::new(),
             fairness,
+            most_kept: KEPT_TENANTS,
         }
     }
 
@@ -91,7 +94,7 @@ impl WaitingQueue {
     }
 
     fn make(&mut self, name: &str) -> TenantId {
-        if self.by_name.len() >= KEPT_TENANTS.max(2 * self.order.len()) {
+        if self.by_name.len() >= self.most_kept {
             self.forget_idle();
         }
         let tenant = Tenant {
@@ -112,19 +115,18 @@ impl WaitingQueue {
         id
     }
 
-    /// Tenants that are away, and were served no more than those that are here, lose nothing by being forgotten.
+    /// Forgets tenants that are away. Those that were served no more than whoever is here lose nothing by it; the others
+    /// gain a little, which is the price of not keeping everybody for ever.
     fn forget_idle(&mut self) {
-        let here = self.tenants.iter().filter(|tenant| tenant.sequences > 0);
-        let least = here.map(|tenant| tenant.served).min().unwrap_or(u64::MAX);
         let (tenants, vacant) = (&self.tenants, &mut self.vacant);
         self.by_name.retain(|_, id| {
-            let tenant = &tenants[id.0 as usize];
-            let stays = tenant.sequences > 0 || tenant.served > least;
+            let stays = tenants[id.0 as usize].sequences > 0;
             if !stays {
                 vacant.push(*id);
             }
             stays
         });
+        self.most_kept = KEPT_TENANTS.max(2 * self.by_name.len());
     }
 
     /// A sequence of a tenant is gone for good.

@@ -191,6 +191,10 @@ pub(crate) struct Rest {
     pub producing: Option<Key>,
     /// Tokens of the prompt that were cached when it was first admitted.
     pub cached_tokens: u32,
+    /// While it waits: the match unit that another was computing for it, and the blocks that it lacked with the number of
+    /// steps planned by then, when it was last looked at.
+    pub follows: Option<Key>,
+    pub no_room: Option<(u32, u64)>,
     /// The weights that computed its K and V.
     pub epoch: u64,
     /// What it left on the host as a victim.

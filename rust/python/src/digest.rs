@@ -35,12 +35,12 @@ fn digest_each(buffers: &[&[u8]], num_threads: usize) -> Vec<u128> {
     let mut digests = vec![0; buffers.len()];
     thread::scope(|scope| {
         // A thread that the system will not give leaves more to the others.
-        let helpers: Vec<_> = (1..num_threads.min(buffers.len()))
+        let others: Vec<_> = (1..num_threads.min(buffers.len()))
             .map_while(|_| thread::Builder::new().spawn_scoped(scope, work).ok())
             .collect();
         let own = work();
         let theirs =
-            helpers.into_iter().flat_map(|helper| helper.join().unwrap_or_else(|panic| resume_unwind(panic)));
+            others.into_iter().flat_map(|other| other.join().unwrap_or_else(|panic| resume_unwind(panic)));
         for (index, digest) in own.into_iter().chain(theirs) {
             digests[index] = digest;
         }

@@ -481,8 +481,8 @@ impl Engine {
         Ok(id.get())
     }
 
-    #[pyo3(signature = (tokens, lengths, max_new_tokens, *, n=1, eos=Vec::new(), sampling=None, cache_salt="",
-        streaming=false, record_timestamps=false, record_logprobs=false))]
+    #[pyo3(signature = (tokens, lengths, max_new_tokens, *, n=1, eos=Vec::new(), sampling=None, priority=0, tenant="",
+        cache_salt="", streaming=false, record_timestamps=false, record_logprobs=false))]
     #[allow(clippy::too_many_arguments)] // keyword-only fields
     fn submit_many(
         &self,
@@ -493,6 +493,8 @@ impl Engine {
         n: u32,
         eos: Vec<i32>,
         sampling: Option<&Sampling>,
+        priority: i32,
+        tenant: &str,
         cache_salt: &str,
         streaming: bool,
         record_timestamps: bool,
@@ -514,6 +516,8 @@ impl Engine {
             n,
             eos: eos.into(),
             sampling: sampling.map_or(core::Sampling::Greedy, |sampling| sampling.0),
+            priority,
+            tenant: tenant.to_owned(),
             cache_salt: cache_salt.to_owned(),
             streaming,
             record_timestamps,

@@ -10,6 +10,7 @@ mod flight_stories;
 mod oracle;
 mod prefix_stories;
 mod pressure_stories;
+mod regimes;
 mod stories;
 mod traces;
 mod twin;

@@ -224,6 +224,8 @@ impl Pair {
             cached_tokens: 0,
             epoch: 0,
             second: naive_second,
+            follows: None,
+            no_room: None,
             swapped: None,
         };
         // The first of them is the last that the engine takes in.

@@ -42,6 +42,9 @@ pub struct NaiveSeq {
     pub cached_tokens: usize,
     pub epoch: u64,
     pub second: bool,
+    /// When it was last looked at: what another was computing for it; the blocks it lacked, and how many steps there had been.
+    pub follows: Option<Vec<i32>>,
+    pub no_room: Option<(usize, u64)>,
     pub swapped: Option<NaiveSwapped>,
 }
 
@@ -124,6 +127,8 @@ pub struct Naive {
     /// The regime that the last step left out.
     owed: Option<bool>,
     pub crossings: u64,
+    /// Steps planned so far.
+    planned: u64,
     /// Blocks of the host that a step in flight writes, and nobody wants any more.
     busy_host: Vec<(usize, Steps)>,
     epoch: u64,
@@ -187,6 +192,7 @@ impl Naive {
             unsent: vec![],
             owed: None,
             crossings: 0,
+            planned: 0,
             tenants: vec![],
             busy_host: vec![],
             epoch: 0,
@@ -254,7 +260,7 @@ impl Naive {
         let seen =
             self.config.groups.iter().filter_map(|reach| reach.most_seen()).max().unwrap_or(0) as usize;
         let chunk = 2 * (3 * (tokens / self.page() + 2) + seen / self.page() + 3);
-        self.groups() * (3 * rows + chunk + self.room() / self.page() + 2)
+        self.groups() * (3 * rows + chunk + 2 * (self.room() / self.page() + 2))
     }
 
     fn reserve(&self) -> usize {
@@ -760,6 +766,7 @@ impl Naive {
                         step.victims.push(request);
                     }
                 }
+                self.planned += 1;
                 self.flights.push(step.clone());
                 return step.rows;
             }
@@ -947,12 +954,31 @@ impl Naive {
                 },
             };
             let seq = &self.seqs[candidate];
-            if !left.takes(seq.second) {
+            if seq.follows.as_ref().is_some_and(|text| self.is_being_computed(text)) {
+                skipped.push(seq.request);
+                continue;
+            }
+            self.seqs[candidate].follows = None;
+            let seq = &self.seqs[candidate];
+            // What was looked at not long ago, and needed more than there is, is not looked at again.
+            let no_room = seq
+                .no_room
+                .is_some_and(|(blocks, step)| blocks > self.available() && self.planned < step + 16);
+            if !left.takes(seq.second) || no_room {
+                if skipped.is_empty() {
+                    if seq.passed_over >= 16 {
+                        return;
+                    }
+                    head = Some(seq.request);
+                }
                 skipped.push(seq.request);
                 continue;
             }
             let Some((hit, computed, blocks)) = self.offer(seq) else {
-                skipped.push(seq.request);
+                let next = (self.hits(seq)[0].len / self.unit() + 1) * self.unit();
+                let (request, text) = (seq.request, seq.text(next));
+                self.seqs[candidate].follows = Some(text);
+                skipped.push(request);
                 continue;
             };
             let chunk = self.chunk(seq.tokens.len(), computed, left);
@@ -992,6 +1018,7 @@ impl Naive {
                     head = Some(seq.request);
                 }
                 skipped.push(seq.request);
+                self.seqs[candidate].no_room = Some((blocks, self.planned));
             }
         }
     }
