@@ -17,7 +17,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 use crate::driver::{Driver, End, Row, config, continuation, prompt};
-use chairlift_core::{EngineConfig, Eviction, Finish, Policy, Reach, Request, Stats};
+use chairlift_core::{EngineConfig, Eviction, Fairness, Finish, Policy, Reach, Request, Stats};
 
 /// `NAME=VALUE` words of a command.
 struct Values<'a>(Vec<(&'a str, &'a str)>);
@@ -70,8 +70,24 @@ fn engine(values: &Values<'_>) -> Driver {
         "eviction",
         "swap",
         "late",
+        "tenants",
+        "first_regime",
+        "queue",
     ]);
+    let weight = |word: &str| {
+        let (name, weight) = word.split_once(':').unwrap_or_else(|| panic!("{word:?} is no NAME:WEIGHT"));
+        (name.to_owned(), weight.parse().unwrap())
+    };
     let config = EngineConfig {
+        fairness: match values.text("tenants", "") {
+            "" => Fairness::Arrival,
+            weights => Fairness::Tenants(weights.split(',').map(weight).collect()),
+        },
+        first_regime: match values.number("first_regime", "0") {
+            0 => None,
+            longest => Some(longest),
+        },
+        max_queue_size: values.number("queue", "0"),
         groups: values.text("groups", "full").split(',').map(reach).collect(),
         max_requests_per_batch: values.number("rows", "8"),
         safety_margin: values.number("margin", "0"),
@@ -98,7 +114,9 @@ fn engine(values: &Values<'_>) -> Driver {
 }
 
 fn submit(driver: &mut Driver, submitted: &mut usize, values: &Values<'_>, log: &mut String) {
-    values.known(&["prompt", "new", "priority", "times", "family", "common", "text_of", "salt", "n", "stop"]);
+    values.known(&[
+        "prompt", "new", "priority", "times", "family", "common", "text_of", "salt", "n", "stop", "tenant",
+    ]);
     for _ in 0..values.number("times", "1") {
         let len = values.number("prompt", "4");
         let prompt = match values.text("text_of", "") {
@@ -115,6 +133,7 @@ fn submit(driver: &mut Driver, submitted: &mut usize, values: &Values<'_>, log: 
             max_new_tokens: values.number("new", "1"),
             priority: values.number("priority", "0"),
             cache_salt: values.text("salt", "").to_owned(),
+            tenant: values.text("tenant", "").to_owned(),
             n: values.number("n", "1"),
             ..Request::default()
         };
