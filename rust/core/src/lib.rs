@@ -27,6 +27,7 @@
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
+mod accept;
 mod admit;
 mod arena;
 mod commit;
