@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 import chairlift
 from chairlift import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationOutput
+from chairlift.books import Books
 from tiny_models import VOCAB_SIZE, reference, tie_aware_mismatch, tiny_model
 
 NEW_TOKENS = 8
@@ -375,24 +376,33 @@ def test_to_cancel_a_request_cancels_all_its_samples_and_a_sample_only_itself(ll
         assert (stats.running, stats.waiting, stats.owned_blocks) == (0, 0, 0)
 
 
-def test_samples_are_cancelled_by_the_name_of_a_first_one_that_has_ended(llama: PreTrainedModel) -> None:
-    generation = GenerationConfig(max_new_tokens=10**6, do_sample=True, num_return_sequences=3)
-    with serving(llama, generation, num_blocks=4000, max_batch_tokens=32) as manager:
-        for labels in (
-            [manager.add_request(text(9))], manager.add_requests([text(9), text(10)])[:1],
-        ):  # fmt: skip
-            (label,) = labels
-            first = manager._books.id_of(label)
-            manager._engine.cancel(first)  # all three; the first one's output is taken before the others'
-            assert manager.get_result(label, timeout=60) is not None
-            with pytest.raises(KeyError):
-                manager.get_result(label)
-            manager.cancel_request(label)
-            for child in range(2):
-                assert manager.get_result(f"{label}__child#{child}", timeout=60) is not None
-            with pytest.raises(KeyError):
-                manager.cancel_request(label)
-        manager.cancel_request("req_2")
+class Ended:
+    """The last event of a sequence."""
+
+    finish_reason, error, started, ended, cached_tokens = "stop", None, 0.0, 1.0, 0
+    prompt, tokens, logprobs, timestamps = [5], [6], [], []
+
+    def __init__(self, request: int) -> None:
+        self.request = request
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+def test_the_name_of_a_first_sample_that_has_ended_still_stands_for_all(requests: int) -> None:
+    books = Books()
+    labels = [name for n in range(requests) for name in (f"req_{n}", f"req_{n}__child#0", f"req_{n}__child#1")]
+    books.add(10, labels, None, n=3, created=0.0, record_timestamps=False, numbered=True)
+    first = 10 + 3 * (requests - 1)
+    label = f"req_{requests - 1}"
+    assert books.output(Ended(first)).request_id == label
+    with pytest.raises(KeyError):
+        books.id_of(label)
+    assert books.id_to_cancel(label) == first
+    assert books.id_to_cancel(f"{label}__child#1") == first + 2
+    for sequence in (first + 1, first + 2):
+        assert books.id_to_cancel(label) == first
+        books.output(Ended(sequence))
+    with pytest.raises(KeyError):
+        books.id_to_cancel(label)
 
 
 def test_no_match_unit_is_no_prefix_cache(llama: PreTrainedModel) -> None:

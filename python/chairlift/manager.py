@@ -29,7 +29,7 @@ from chairlift.engine.sizing import batch_cost, resolve
 from chairlift.evaluation import evaluating
 from chairlift.outputs import GenerationOutput, GroupStats, Stats, WorkloadHints
 from chairlift.probe import learn
-from chairlift.prompts import Prompt, packed_prompts, prompt_array
+from chairlift.prompts import Prompt, Prompts, packed_prompts, prompt_array
 from chairlift.sampling.options import GenerationOptions, eos_tuple
 
 logger = logging.get_logger(__name__)
@@ -295,9 +295,8 @@ class ContinuousBatchingManager:
             (label,) = self._books.free_labels(1, self.family) if request_id is None else [request_id]
             labels = self.family(label)
             self._check_free(labels)
-            created = time.perf_counter()
-            try:
-                first = self._engine.submit(
+            self._enter(
+                lambda: self._engine.submit(
                     prompt,
                     max_new_tokens=min(max_new_tokens, _MOST_NEW_TOKENS),
                     n=len(labels),
@@ -309,16 +308,10 @@ class ContinuousBatchingManager:
                     streaming=streaming,
                     record_timestamps=record_timestamps,
                     record_logprobs=self.config.return_logprobs,
-                )
-                kept = [prompt] if streaming else None
-            except _native.EngineClosed as closed:
-                first, kept = self._refused(closed, labels, created), [prompt]
-            self._books.add(
-                first,
+                ),
                 labels,
-                kept,
-                n=len(labels),
-                created=created,
+                [prompt],
+                streaming=streaming,
                 record_timestamps=record_timestamps,
                 numbered=request_id is None,
             )
@@ -372,9 +365,8 @@ class ContinuousBatchingManager:
             n = self.options.num_return_sequences
             every = labels if n == 1 else [name for label in labels for name in self.family(label)]
             self._check_free(every if n > 1 else [])
-            created = time.perf_counter()
-            try:
-                first = self._engine.submit_many(
+            self._enter(
+                lambda: self._engine.submit_many(
                     tokens,
                     lengths,
                     bounds,
@@ -387,16 +379,43 @@ class ContinuousBatchingManager:
                     streaming=streaming,
                     record_timestamps=record_timestamps,
                     record_logprobs=self.config.return_logprobs,
-                )
-                kept = prompts if streaming else None
-            except _native.EngineClosed as closed:
-                first, kept = self._refused(closed, every, created), prompts
-            if isinstance(kept, np.ndarray):
-                kept = kept.copy()  # the caller's may change
-            self._books.add(
-                first, every, kept, n=n, created=created, record_timestamps=record_timestamps, numbered=True
+                ),
+                every,
+                prompts,
+                streaming=streaming,
+                record_timestamps=record_timestamps,
+                numbered=True,
             )
         return labels
+
+    def _enter(
+        self,
+        submit: Callable[[], int],
+        labels: Sequence[str],
+        prompts: Prompts,
+        *,
+        streaming: bool,
+        record_timestamps: bool,
+        numbered: bool,
+    ) -> None:
+        """Submits sequences and enters them into the books; those that come too late get their failed outputs."""
+        created = time.perf_counter()
+        kept = prompts if streaming else None
+        try:
+            first = submit()
+        except _native.EngineClosed as closed:
+            first, kept = self._refused(closed, labels, created), prompts
+        if isinstance(kept, np.ndarray):
+            kept = kept.copy()  # the caller's may change
+        self._books.add(
+            first,
+            labels,
+            kept,
+            n=len(labels) // len(prompts),
+            created=created,
+            record_timestamps=record_timestamps,
+            numbered=numbered,
+        )
 
     def _check_rules(self, priority: int, cache_salt: str | None, tenant: str | None) -> None:
         if isinstance(priority, bool) or not isinstance(priority, int):
