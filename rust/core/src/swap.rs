@@ -101,3 +101,49 @@ impl SwapPool {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TRASH: BlockId = BlockId(9);
+
+    fn victim(pool: &mut SwapPool, table: &[BlockId]) -> Option<Swapped> {
+        let blocks = pool.take_in(table, TRASH)?;
+        Some(Swapped { blocks, computed: 0, epoch: 0, in_flight: Tickets::NONE })
+    }
+
+    #[test]
+    fn what_does_not_fit_leaves_no_trace() {
+        let mut pool = SwapPool::new(2);
+        assert!(victim(&mut pool, &[BlockId(0), TRASH, BlockId(1), BlockId(2)]).is_none());
+        assert!(victim(&mut pool, &[TRASH]).is_none(), "nothing to copy");
+        assert_eq!((pool.available(), pool.unsent.len()), (2, 0));
+    }
+
+    #[test]
+    fn a_copy_that_no_step_carries_yet_is_not_made_for_a_victim_that_is_gone() {
+        let mut pool = SwapPool::new(4);
+        let gone = victim(&mut pool, &[BlockId(0), BlockId(1)]).unwrap();
+        let other = victim(&mut pool, &[BlockId(2)]).unwrap();
+        pool.release(gone);
+        assert_eq!(pool.unsent.iter().map(|&(from, _)| from).collect::<Vec<_>>(), [BlockId(2)]);
+        // Its places can be given again, and are written once.
+        let next = victim(&mut pool, &[BlockId(3), BlockId(4), BlockId(5)]).unwrap();
+        let places: std::collections::HashSet<_> = pool.unsent.iter().map(|&(_, to)| to).collect();
+        assert_eq!((pool.unsent.len(), places.len(), pool.available()), (4, 4, 0));
+        pool.check([&other, &next].into_iter()).unwrap();
+    }
+
+    #[test]
+    fn a_place_that_a_step_in_flight_copies_to_waits_for_it() {
+        let mut pool = SwapPool::new(1);
+        let mut victim = victim(&mut pool, &[BlockId(0)]).unwrap();
+        victim.in_flight.add(Slot::B);
+        pool.release(victim);
+        pool.step_is_in(Slot::A);
+        assert_eq!(pool.available(), 0);
+        pool.step_is_in(Slot::B);
+        assert_eq!(pool.available(), 1);
+    }
+}
