@@ -1,0 +1,142 @@
+//! Which instructions a kernel is compiled for. Chosen at run time, so that one wheel runs everywhere.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::OnceLock;
+
+/// An instruction set that the kernels are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Isa {
+    /// AVX-512 (F, BW, DQ, VL) with the dot products of bf16 pairs.
+    Avx512Bf16,
+    /// AVX-512 (F, BW, DQ, VL).
+    Avx512,
+    /// AVX2, FMA and F16C.
+    Avx2,
+    /// The vectors that every 64-bit ARM has.
+    Neon,
+    /// Whatever the compiler makes of plain Rust.
+    Plain,
+}
+
+impl Isa {
+    const ALL: [Self; 5] = [
+        Self::Avx512Bf16,
+        Self::Avx512,
+        Self::Avx2,
+        Self::Neon,
+        Self::Plain,
+    ];
+
+    /// The best one of this machine.
+    #[must_use]
+    pub fn best() -> Self {
+        static BEST: OnceLock<Isa> = OnceLock::new();
+        *BEST.get_or_init(|| {
+            let mut available = Self::available();
+            available.next().unwrap_or(Self::Plain)
+        })
+    }
+
+    /// Those that this machine can run, the best first.
+    pub fn available() -> impl Iterator<Item = Self> {
+        Self::ALL.into_iter().filter(|isa| isa.runs_here())
+    }
+
+    /// Whether this machine has its instructions.
+    #[must_use]
+    pub fn runs_here(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        let runs = match self {
+            Self::Avx512Bf16 => {
+                Self::Avx512.runs_here() && is_x86_feature_detected!("avx512bf16")
+            }
+            Self::Avx512 => {
+                Self::Avx2.runs_here()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+            }
+            Self::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
+            Self::Neon => false,
+            Self::Plain => true,
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        let runs = match self {
+            Self::Neon => cfg!(target_arch = "aarch64"),
+            Self::Plain => true,
+            Self::Avx512Bf16 | Self::Avx512 | Self::Avx2 => false,
+        };
+        runs
+    }
+
+    /// Its name, as [`FromStr`] reads it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Avx512Bf16 => "avx512_bf16",
+            Self::Avx512 => "avx512",
+            Self::Avx2 => "avx2",
+            Self::Neon => "neon",
+            Self::Plain => "plain",
+        }
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(self.name())
+    }
+}
+
+/// An instruction set was asked for that is unknown, or not of this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NoSuchIsa(String);
+
+impl fmt::Display for NoSuchIsa {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<_> = Isa::available().map(Isa::name).collect();
+        write!(
+            formatter,
+            "instruction set {:?} is unknown or not of this machine, which has {}",
+            self.0,
+            names.join(", ")
+        )
+    }
+}
+
+impl std::error::Error for NoSuchIsa {}
+
+impl FromStr for Isa {
+    type Err = NoSuchIsa;
+
+    fn from_str(name: &str) -> Result<Self, NoSuchIsa> {
+        Self::available()
+            .find(|isa| isa.name() == name)
+            .ok_or_else(|| NoSuchIsa(name.to_owned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_available_name_reads_back() {
+        for isa in Isa::available() {
+            assert_eq!(isa.name().parse(), Ok(isa));
+        }
+    }
+
+    #[test]
+    fn what_runs_nowhere_or_not_here_is_refused_by_name() {
+        let error = "mmx".parse::<Isa>().expect_err("nobody compiles for it");
+        assert!(error.to_string().contains("\"mmx\""), "{error}");
+        assert!(error.to_string().contains("plain"), "{error}");
+    }
+}

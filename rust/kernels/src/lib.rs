@@ -1,0 +1,10 @@
+//! CPU kernels of chairlift.
+//!
+//! This crate is where the unsafe code is: it reads tensors by pointer and stride, with the instructions that the
+//! machine has ([`isa`]), on the threads that torch computes with ([`team`]). Whatever comes in is checked once, at the
+//! entry of a kernel; from there on indices are trusted.
+
+#![deny(missing_docs)]
+
+pub mod isa;
+pub mod team;
