@@ -20,13 +20,7 @@ pub enum Isa {
 }
 
 impl Isa {
-    const ALL: [Self; 5] = [
-        Self::Avx512Bf16,
-        Self::Avx512,
-        Self::Avx2,
-        Self::Neon,
-        Self::Plain,
-    ];
+    const ALL: [Self; 5] = [Self::Avx512Bf16, Self::Avx512, Self::Avx2, Self::Neon, Self::Plain];
 
     /// The best one of this machine.
     #[must_use]
@@ -48,9 +42,7 @@ impl Isa {
     pub fn runs_here(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         let runs = match self {
-            Self::Avx512Bf16 => {
-                Self::Avx512.runs_here() && is_x86_feature_detected!("avx512bf16")
-            }
+            Self::Avx512Bf16 => Self::Avx512.runs_here() && is_x86_feature_detected!("avx512bf16"),
             Self::Avx512 => {
                 Self::Avx2.runs_here()
                     && is_x86_feature_detected!("avx512f")
@@ -116,9 +108,7 @@ impl FromStr for Isa {
     type Err = NoSuchIsa;
 
     fn from_str(name: &str) -> Result<Self, NoSuchIsa> {
-        Self::available()
-            .find(|isa| isa.name() == name)
-            .ok_or_else(|| NoSuchIsa(name.to_owned()))
+        Self::available().find(|isa| isa.name() == name).ok_or_else(|| NoSuchIsa(name.to_owned()))
     }
 }
 

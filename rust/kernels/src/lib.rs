@@ -6,5 +6,9 @@
 
 #![deny(missing_docs)]
 
+pub mod attention;
+pub mod element;
 pub mod isa;
+mod math;
+mod simd;
 pub mod team;

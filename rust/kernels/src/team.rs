@@ -13,8 +13,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// `GOMP_parallel(body, data, threads, flags)`: the call that GCC compiles `#pragma omp parallel` to. It returns when
 /// every thread of the team has run `body(data)`.
-type GompParallel =
-    unsafe extern "C" fn(extern "C" fn(*mut c_void), *mut c_void, c_uint, c_uint);
+type GompParallel = unsafe extern "C" fn(extern "C" fn(*mut c_void), *mut c_void, c_uint, c_uint);
 
 /// Threads that run one body together.
 #[derive(Clone, Copy, Debug)]
@@ -108,27 +107,17 @@ fn run_in_openmp(parallel: GompParallel, threads: usize, body: &(dyn Fn(usize) +
         let worker = region.workers.fetch_add(1, Ordering::Relaxed);
         // C knows no unwinding.
         if let Err(cause) = panic::catch_unwind(AssertUnwindSafe(|| (region.body)(worker))) {
-            *region
-                .panicked
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner) = Some(cause);
+            *region.panicked.lock().unwrap_or_else(PoisonError::into_inner) = Some(cause);
         }
     }
 
-    let region = Region {
-        body,
-        workers: AtomicUsize::new(0),
-        panicked: Mutex::new(None),
-    };
+    let region = Region { body, workers: AtomicUsize::new(0), panicked: Mutex::new(None) };
     let threads = c_uint::try_from(threads).unwrap_or(c_uint::MAX);
     // SAFETY: the function is the runtime's own, with the signature of its ABI; it returns after the last thread has
     // left `enter`, so the region is borrowed for that long only. Its fields are shared soundly: a Sync body, an
     // atomic and a mutex.
     unsafe { parallel(enter, (&raw const region).cast_mut().cast(), threads, 0) };
-    let panicked = region
-        .panicked
-        .into_inner()
-        .unwrap_or_else(PoisonError::into_inner);
+    let panicked = region.panicked.into_inner().unwrap_or_else(PoisonError::into_inner);
     if let Some(cause) = panicked {
         panic::resume_unwind(cause);
     }
@@ -140,11 +129,7 @@ fn gomp_parallel() -> Option<GompParallel> {
     let path = maps
         .lines()
         .filter_map(|line| line.split_ascii_whitespace().nth(5))
-        .find(|path| {
-            path.rsplit('/')
-                .next()
-                .is_some_and(|name| name.starts_with("libgomp"))
-        })?;
+        .find(|path| path.rsplit('/').next().is_some_and(|name| name.starts_with("libgomp")))?;
     // SAFETY: the library is loaded already, so no initialiser of it runs now.
     let library = unsafe { libloading::Library::new(path) }.ok()?;
     // SAFETY: that symbol of libgomp has this signature since GCC 4.9, as part of its ABI.

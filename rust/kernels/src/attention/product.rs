@@ -1,0 +1,105 @@
+//! Matrix products of a tile, in registers.
+
+use crate::simd::Simd;
+
+/// Left and right side of a product, and where it goes; all fp32, rows apart by the strides.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Product {
+    /// [rows, depth]
+    pub left: *const f32,
+    pub left_stride: usize,
+    /// [depth, columns]
+    pub right: *const f32,
+    pub right_stride: usize,
+    /// [rows, columns]
+    pub out: *mut f32,
+    pub out_stride: usize,
+    pub rows: usize,
+    pub depth: usize,
+    /// A multiple of the lanes.
+    pub columns: usize,
+}
+
+/// Adds the product to `out`.
+///
+/// # Safety
+/// The machine must have the instructions of `S`; the pointers must be valid for what the sizes say.
+#[inline(always)]
+pub(crate) unsafe fn add<S: Simd>(product: Product) {
+    let mut column = 0;
+    // SAFETY: blocks within the sizes.
+    unsafe {
+        if S::WIDE_FILE {
+            while column + 4 * S::LANES <= product.columns {
+                add_columns::<S, 4>(product, column);
+                column += 4 * S::LANES;
+            }
+        }
+        while column + 2 * S::LANES <= product.columns {
+            add_columns::<S, 2>(product, column);
+            column += 2 * S::LANES;
+        }
+        if column < product.columns {
+            add_columns::<S, 1>(product, column);
+        }
+    }
+}
+
+/// `VECTORS` vectors of columns.
+#[inline(always)]
+unsafe fn add_columns<S: Simd, const VECTORS: usize>(product: Product, column: usize) {
+    // SAFETY: within the sizes.
+    unsafe {
+        let mut row = 0;
+        while row + 6 <= product.rows {
+            add_block::<S, 6, VECTORS>(product, row, column);
+            row += 6;
+        }
+        match product.rows - row {
+            1 => add_block::<S, 1, VECTORS>(product, row, column),
+            2 => add_block::<S, 2, VECTORS>(product, row, column),
+            3 => add_block::<S, 3, VECTORS>(product, row, column),
+            4 => add_block::<S, 4, VECTORS>(product, row, column),
+            5 => add_block::<S, 5, VECTORS>(product, row, column),
+            _ => {}
+        }
+    }
+}
+
+/// `ROWS` rows of `VECTORS` vectors, whose sums stay in registers.
+#[inline(always)]
+unsafe fn add_block<S: Simd, const ROWS: usize, const VECTORS: usize>(
+    product: Product,
+    row: usize,
+    column: usize,
+) {
+    // SAFETY: within the sizes.
+    unsafe {
+        let left = product.left.add(row * product.left_stride);
+        let right = product.right.add(column);
+        let out = product.out.add(row * product.out_stride + column);
+        let mut sums = [[S::splat(0.0); VECTORS]; ROWS];
+        for (row, sums) in sums.iter_mut().enumerate() {
+            for (vector, sum) in sums.iter_mut().enumerate() {
+                *sum = S::load(out.add(row * product.out_stride + vector * S::LANES));
+            }
+        }
+        for depth in 0..product.depth {
+            let mut factors = [S::splat(0.0); VECTORS];
+            for (vector, factor) in factors.iter_mut().enumerate() {
+                *factor = S::load(right.add(depth * product.right_stride + vector * S::LANES));
+            }
+            for (row, sums) in sums.iter_mut().enumerate() {
+                let value = S::splat(*left.add(row * product.left_stride + depth));
+                for (sum, factor) in sums.iter_mut().zip(factors) {
+                    *sum = S::mul_add(value, factor, *sum);
+                }
+            }
+        }
+        for (row, sums) in sums.iter().enumerate() {
+            for (vector, sum) in sums.iter().enumerate() {
+                S::store(out.add(row * product.out_stride + vector * S::LANES), *sum);
+            }
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! Scores to weights, some keys at a time: the softmax with a running largest score.
+
+use crate::element::Element;
+use crate::math::{exp, tanh};
+use crate::simd::Simd;
+
+/// How a call makes its scores.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Form {
+    pub scale: f32,
+    pub softcap: Option<f32>,
+}
+
+/// What is kept of the keys so far, beside the weighted sum of V.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct Running {
+    /// The largest score; minus infinity before the first.
+    pub largest: f32,
+    /// The sum of weights, each relative to the largest.
+    pub sum: f32,
+}
+
+impl Running {
+    pub const NONE: Self = Self { largest: f32::NEG_INFINITY, sum: 0.0 };
+}
+
+/// Turns the products of a query with some keys into their weights, in place, and returns what the sum of V so far is
+/// to be multiplied with. Products outside `visible` give weight zero.
+///
+/// # Safety
+/// The machine must have the instructions of `S`; `scores` must be valid for `count` numbers rounded up to a whole
+/// vector.
+#[inline(always)]
+pub(crate) unsafe fn weigh<S: Simd>(
+    scores: *mut f32,
+    count: usize,
+    visible: std::ops::Range<usize>,
+    form: Form,
+    running: &mut Running,
+) -> f32 {
+    let padded = count.next_multiple_of(S::LANES);
+    // SAFETY: in bounds, as promised by the caller.
+    unsafe {
+        for index in (0..visible.start.min(padded)).chain(visible.end..padded) {
+            scores.add(index).write(f32::NEG_INFINITY);
+        }
+        let scale = S::splat(form.scale);
+        let mut largest = S::splat(f32::NEG_INFINITY);
+        for index in (0..padded).step_by(S::LANES) {
+            let at = scores.add(index);
+            let mut score = S::mul(S::load(at), scale);
+            if let Some(cap) = form.softcap {
+                let cap = S::splat(cap);
+                let capped = S::mul(cap, tanh::<S>(S::div(score, cap)));
+                // What is not visible stays so.
+                score = S::if_less(score, S::splat(f32::MIN), score, capped);
+            }
+            S::store(at, score);
+            largest = S::max(largest, score);
+        }
+        let before = running.largest;
+        let now = before.max(S::largest(largest));
+        if now == f32::NEG_INFINITY {
+            for index in (0..padded).step_by(S::LANES) {
+                S::store(scores.add(index), S::splat(0.0));
+            }
+            return 1.0;
+        }
+        let shift = S::splat(now);
+        let mut sum = S::splat(0.0);
+        for index in (0..padded).step_by(S::LANES) {
+            let at = scores.add(index);
+            let weight = exp::<S>(S::sub(S::load(at), shift));
+            S::store(at, weight);
+            sum = S::add(sum, weight);
+        }
+        let factor = if before == now { 1.0 } else { (before - now).exp() };
+        *running = Running { largest: now, sum: running.sum * factor + S::sum(sum) };
+        factor
+    }
+}
+
+/// Multiplies a row of whole vectors.
+///
+/// # Safety
+/// The machine must have the instructions of `S`; `row` must be valid for `len` numbers, a multiple of the lanes.
+#[inline(always)]
+pub(crate) unsafe fn scale_row<S: Simd>(row: *mut f32, len: usize, factor: f32) {
+    // SAFETY: in bounds, as promised by the caller.
+    unsafe {
+        let factor = S::splat(factor);
+        for index in (0..len).step_by(S::LANES) {
+            let at = row.add(index);
+            S::store(at, S::mul(S::load(at), factor));
+        }
+    }
+}
+
+/// Writes a result: the weighted sum of V over the sum of weights, the sink's among them.
+///
+/// # Safety
+/// The machine must have the instructions of `S`; `sum` must be valid for `size` numbers rounded up to a whole vector,
+/// `out` for `size`.
+#[inline(always)]
+pub(crate) unsafe fn finish<S: Simd, E: Element>(
+    sum: *const f32,
+    running: Running,
+    sink: Option<f32>,
+    out: *mut E,
+    size: usize,
+) {
+    let (mut weights, mut factor) = (running.sum, 1.0);
+    if let Some(sink) = sink {
+        let largest = running.largest.max(sink);
+        factor = (running.largest - largest).exp();
+        weights = running.sum * factor + (sink - largest).exp();
+    }
+    // SAFETY: in bounds, as promised by the caller.
+    unsafe {
+        let factor = S::splat(factor / weights);
+        for index in (0..size).step_by(S::LANES) {
+            let value = S::mul(S::load(sum.add(index)), factor);
+            E::store_part::<S>(out.add(index), value, S::LANES.min(size - index));
+        }
+    }
+}
