@@ -13,12 +13,14 @@ __all__ = [
     "EngineClosed",
     "EngineConfig",
     "Event",
+    "PagedAttention",
     "QueueFull",
     "Sampling",
     "Step",
     "__version__",
     "default_match_unit",
     "digests",
+    "instruction_sets",
     "split_into_groups",
 ]
 
@@ -67,6 +69,92 @@ def digests(buffers: list[Any], num_threads: int) -> list[bytes]:
         ValueError: A buffer with gaps.
         BufferError: A buffer of another element type.
     """
+
+def instruction_sets() -> list[str]:
+    """The instruction sets that the CPU kernels are compiled for and this machine has, the best first: of
+    `avx512_bf16`, `avx512`, `avx2`, `neon` and `plain`."""
+
+@final
+class PagedAttention:
+    """Attention over the pages of a step, on the CPU.
+
+    K and V are read where they lie, through the block tables, and written there. Decodes whose tables begin with the
+    same blocks read those once. Everything is computed in fp32, whatever the tensors are of.
+
+    Tensors come as DLPack capsules (`torch.utils.dlpack.to_dlpack`) and are used where they are, in any strides but
+    for the last dimension, whose stride is 1. Nobody may write them during a call, nor touch the written ones.
+
+    Attributes:
+        isa: The instruction set in use.
+        team: The threads in use: `OpenMP` (those of torch), `rayon` or `serial`.
+    """
+
+    def __new__(
+        cls, page_size: int, groups: list[tuple[str, int]], num_threads: int, isa: str | None = None
+    ) -> PagedAttention:
+        """
+        Args:
+            page_size: Tokens of a page.
+            groups: How far back the calls of each group look: (`full`, 0), (`window`, tokens) or (`chunk`, tokens).
+            num_threads: Threads to compute with, the caller's among them.
+            isa: One of `instruction_sets()`; None: the best.
+
+        Raises:
+            ValueError: A size of 0, an unknown reach, or an instruction set that this machine does not have.
+        """
+    @property
+    def isa(self) -> str: ...
+    @property
+    def team(self) -> str: ...
+    def begin(
+        self, cu_seqlens: Any, kv_lens: Any, decodes: int, block_tables: list[Any], write_slots: list[Any]
+    ) -> None:
+        """Takes a step in. Its tensors are int32 and contiguous, and copied.
+
+        Args:
+            cu_seqlens: [rows + 1] first token of each row, and the number of tokens after the last.
+            kv_lens: [rows] tokens of each sequence after the step.
+            decodes: Leading rows with one token.
+            block_tables: Per group, [rows, pages].
+            write_slots: Per group, [tokens] where each token's K and V go: block * page size + token of the page;
+                each token somewhere else. Tokens beyond the last row's are padding.
+
+        Raises:
+            ValueError: What does not fit together.
+            TypeError: What is no such tensor.
+        """
+    def attend(
+        self,
+        group: int,
+        k_pages: Any,
+        v_pages: Any,
+        query: Any,
+        out: Any,
+        *,
+        scale: float,
+        key: Any | None = None,
+        value: Any | None = None,
+        softcap: float | None = None,
+        sinks: Any | None = None,
+    ) -> None:
+        """One call over the step's tokens. Releases the GIL.
+
+        Args:
+            group: The call's group.
+            k_pages: [blocks, page size, kv heads, head size]; float32, bfloat16 or float16, as all but `sinks`.
+            v_pages: [blocks, page size, kv heads, head size of V]
+            query: [heads, tokens, head size]
+            out: [heads, tokens, head size of V], written; overlaps nothing. Zeros for padding.
+            scale: Factor of the scores.
+            key: [kv heads, tokens, head size] K of the step's tokens; None where the pages are another call's.
+            value: [kv heads, tokens, head size of V]
+            softcap: Scores are squeezed into (-softcap, softcap) by tanh.
+            sinks: [heads] float32 logits that take part in the softmax and contribute no value.
+
+        Raises:
+            ValueError: What does not fit together, or a block that the pages do not have. Nothing was read or written.
+            TypeError: What is no such tensor.
+        """
 
 @final
 class EngineConfig:

@@ -83,7 +83,13 @@ class ContinuousBatchingManager:
                 f"{config.max_queue_size}: no request could ever join the queue"
             )
         self.geometry = geometry_of(self.facts.calls, config.page_size)
-        backend = choose_backend(model.config._attn_implementation, model.device, self.geometry)
+        backend = choose_backend(
+            model.config._attn_implementation,
+            model.device,
+            self.geometry,
+            {call.kind.dtype for call in self.facts.calls},
+            auto_switch=config.auto_switch_to_flash,
+        )
         check_packed(model, self.facts, self.geometry, backend)
         hints = WorkloadHints.of(workload_hints)
         self.batch_cost = batch_cost(self.facts, backend, hints)

@@ -13,7 +13,7 @@ from chairlift.engine.inputs import BlockMoves
 from chairlift.probe import Call, Kind
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CallPages:
     """The pages of one call, as views of the storage."""
 

@@ -25,14 +25,15 @@ class StepInputs:
     rows: torch.Tensor  # [rows]
     cu_seqlens: list[int]  # rows + 1; tokens after the last are padding
     kv_lens: list[int]  # tokens of each row with K and V after the step
+    bounds: torch.Tensor  # int32, `cu_seqlens` on the device
+    lengths: torch.Tensor  # int32, `kv_lens` on the device
     input_ids: torch.Tensor  # [1, tokens]
     position_ids: torch.Tensor  # [1, tokens]
-    write_blocks: list[torch.Tensor]  # per group, [tokens]
-    write_offsets: torch.Tensor  # [tokens], in the page
+    write_slots: torch.Tensor  # [groups, tokens] int32, block * page size + token of the page
     logits_rows: torch.Tensor  # [sampled] tokens of the step
     sampled_rows: torch.Tensor  # [sampled] rows of the tables
     draws: torch.Tensor  # [sampled, 3] key (low, high) and position
-    block_tables: list[torch.Tensor]  # per group, [rows, pages]
+    block_tables: list[torch.Tensor]  # per group, [rows, pages] int32
     moves: BlockMoves
 
 
@@ -107,7 +108,6 @@ class DeviceTables:
         bounds: list[int] = slot.arena[layout["cu_seqlens"]].tolist()
         lengths: list[int] = slot.arena[layout["kv_lens"]].tolist()
         num_groups = self.block_tables.shape[0]
-        slots = part["write_slots"].view(num_groups, -1).long()
         pages = -(-max(lengths) // self.page_size)
         logits_rows = part["logits_rows"].long()
         row_of_token = torch.bucketize(logits_rows, part["cu_seqlens"][1:].long(), right=True)
@@ -116,10 +116,11 @@ class DeviceTables:
             rows=rows,
             cu_seqlens=bounds,
             kv_lens=lengths,
+            bounds=part["cu_seqlens"],
+            lengths=part["kv_lens"],
             input_ids=part["tokens"].long().unsqueeze(0),
             position_ids=part["positions"].long().unsqueeze(0),
-            write_blocks=list(slots // self.page_size),
-            write_offsets=slots[0] % self.page_size,
+            write_slots=part["write_slots"].view(num_groups, -1),
             logits_rows=logits_rows,
             sampled_rows=rows[row_of_token],
             draws=part["draws"].view(-1, 3),
@@ -141,8 +142,7 @@ class DeviceTables:
             inputs,
             input_ids=longer(inputs.input_ids, 0),
             position_ids=longer(inputs.position_ids, self.first_regime or 0),
-            write_blocks=[longer(blocks, self.write_trash) for blocks in inputs.write_blocks],
-            write_offsets=longer(inputs.write_offsets, 0),
+            write_slots=longer(inputs.write_slots, self.write_trash * self.page_size),
         )
 
     def _change_tables(self, changes: torch.Tensor) -> None:

@@ -39,22 +39,19 @@ class PagedForward:
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Writes the call's K and V into its pages, and attends."""
+        """One call, over its pages."""
         if self._next == len(self._calls):
             raise RuntimeError(f"the model made more than the {self._next} attention calls it was learned with")
         call = self._calls[self._next]
         self._next += 1
         pages = self._cache.pages[call.ordinal]
         query, key, value = (tensor[0].to(call.kind.dtype) for tensor in (query, key, value))
-        if call.reads_from == call.ordinal:
-            where = (self._inputs.write_blocks[pages.group], self._inputs.write_offsets)
-            pages.k[where] = key.transpose(0, 1)
-            pages.v[where] = value.transpose(0, 1)
         out = self._backend.attend(
             pages,
             query,
             key,
             value,
+            writes=call.reads_from == call.ordinal,
             scale=scale_of(query, kwargs),
             softcap=kwargs.get("softcap"),
             sinks=kwargs.get("s_aux"),

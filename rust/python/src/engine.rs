@@ -13,6 +13,7 @@ use pyo3::types::{PyDict, PySlice};
 
 use crate::buffers::Pinned;
 use crate::errors::{EngineClosed, at_input, to_python};
+use crate::geometry::reach_of;
 
 /// Signals are looked at this often while a reader waits.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
@@ -65,7 +66,7 @@ impl EngineConfig {
                 return Err(PyValueError::new_err(message));
             }
         };
-        let groups = groups.iter().map(reach).collect::<PyResult<_>>()?;
+        let groups = groups.iter().map(|(form, tokens)| reach_of(form, *tokens)).collect::<PyResult<_>>()?;
         let config = core::EngineConfig {
             page_size,
             num_blocks,
@@ -93,17 +94,6 @@ impl EngineConfig {
     #[getter]
     fn match_unit(&self) -> u32 {
         self.0.match_unit
-    }
-}
-
-fn reach((form, tokens): &(String, u32)) -> PyResult<core::Reach> {
-    match form.as_str() {
-        "full" => Ok(core::Reach::Full),
-        "window" => Ok(core::Reach::Window(*tokens)),
-        "chunk" => Ok(core::Reach::Chunk(*tokens)),
-        other => Err(PyValueError::new_err(format!(
-            "a group's reach is {other:?}, but must be 'full', 'window' or 'chunk'"
-        ))),
     }
 }
 

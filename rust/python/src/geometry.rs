@@ -1,6 +1,7 @@
 //! Kinds to groups.
 
-use chairlift_core::{EngineConfig, Geometry, Kind};
+use chairlift_core::{EngineConfig, Geometry, Kind, Reach};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::errors::to_python;
@@ -23,4 +24,16 @@ pub fn split_into_groups(kinds: Vec<(u32, u64)>) -> PyResult<(u64, u64, Groups)>
     let groups =
         split.groups.into_iter().map(|group| (group.kind, group.calls.start, group.calls.end)).collect();
     Ok((split.block_bytes, split.padding_bytes, groups))
+}
+
+/// A reach from its form and its tokens.
+pub fn reach_of(form: &str, tokens: u32) -> PyResult<Reach> {
+    match form {
+        "full" => Ok(Reach::Full),
+        "window" => Ok(Reach::Window(tokens)),
+        "chunk" => Ok(Reach::Chunk(tokens)),
+        other => Err(PyValueError::new_err(format!(
+            "a group's reach is {other:?}, but must be 'full', 'window' or 'chunk'"
+        ))),
+    }
 }

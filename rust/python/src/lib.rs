@@ -1,10 +1,12 @@
 //! `chairlift._native`: thin bindings. Nothing is decided here; `python/chairlift/_native.pyi` documents the boundary.
 
+mod attention;
 mod buffers;
 mod digest;
 mod engine;
 mod errors;
 mod geometry;
+mod tensor;
 
 use pyo3::prelude::*;
 
@@ -13,6 +15,8 @@ use pyo3::prelude::*;
 mod _native {
     use super::*;
 
+    #[pymodule_export]
+    use crate::attention::{PagedAttention, instruction_sets};
     #[pymodule_export]
     use crate::digest::digests;
     #[pymodule_export]

@@ -86,9 +86,13 @@ impl PagedAttention {
     /// For pages of so many tokens and groups that look so far back.
     ///
     /// # Errors
-    /// A page without tokens, or an instruction set that this machine does not have.
+    /// A page or a window without tokens, or an instruction set that this machine does not have.
     pub fn new(page_size: usize, reaches: &[Reach], isa: Isa, team: Team) -> Result<Self, Invalid> {
         ensure!(page_size > 0, "page_size is 0: a page holds at least one token");
+        ensure!(
+            reaches.iter().all(|reach| reach.most_seen() != Some(0)),
+            "{reaches:?}: a query sees its own token at least"
+        );
         ensure!(isa.runs_here(), "this machine does not have {isa}");
         let group = |&reach: &Reach| Group {
             reach,
@@ -116,6 +120,12 @@ impl PagedAttention {
     #[must_use]
     pub const fn isa(&self) -> Isa {
         self.isa
+    }
+
+    /// The threads in use.
+    #[must_use]
+    pub const fn team(&self) -> Team {
+        self.team
     }
 
     /// Takes a step in: its rows, and for each group the block table and where each token's K and V go (padding after

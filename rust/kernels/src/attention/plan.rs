@@ -15,6 +15,8 @@ use chairlift_core::Reach;
 pub(crate) const KEYS: usize = 64;
 /// Query rows (tokens x heads of a group) that a tile aims at: enough that packing its keys costs little.
 const TILE_ROWS: usize = 192;
+/// Query rows of a piece that decodes share, at most: keys are packed again for the next ones, which costs little then.
+const SHARED_ROWS: usize = 4 * TILE_ROWS;
 /// Heads of a group up to which a single token's scores are dot products; above it a tile is worth packing.
 pub(crate) const MAX_DOT_HEADS: usize = 8;
 /// Reads of a token's K and V that a shared stretch must save to be worth a partial result for each of its rows.
@@ -139,8 +141,9 @@ impl Plan {
                     .map(|position| reach.first_seen(position as u32) as usize..position as usize + 1),
             );
         }
-        self.share_decodes(rows.decodes, page_size);
-        let at_once = (TILE_ROWS * heads.kv_heads / heads.heads).max(1);
+        let tokens_of = |rows: usize| (rows * heads.kv_heads / heads.heads).max(1);
+        self.share_decodes(rows.decodes, page_size, tokens_of(SHARED_ROWS));
+        let at_once = tokens_of(TILE_ROWS);
         for (row, bounds) in rows.cu_seqlens.windows(2).enumerate().skip(rows.decodes) {
             let mut tokens = bounds[0] as usize..bounds[1] as usize;
             while !tokens.is_empty() {
@@ -173,7 +176,7 @@ impl Plan {
     }
 
     /// Makes the pieces of the decodes. The token of a decode has the number of its row.
-    fn share_decodes(&mut self, decodes: usize, page_size: usize) {
+    fn share_decodes(&mut self, decodes: usize, page_size: usize, at_once: usize) {
         let mut order = std::mem::take(&mut self.order);
         let mut stack = std::mem::take(&mut self.stack);
         order.clear();
@@ -207,8 +210,9 @@ impl Plan {
                 let keys = first.max(stretch.from * page_size)..stretch.page * page_size;
                 // By what they see, as tokens of one sequence stand too.
                 rows.sort_unstable_by_key(|&row| self.seen[row].end);
-                let (tokens, row) = (rows.to_vec(), rows[0]);
-                self.add_piece(tokens, keys, row);
+                for some in order[stretch.rows.clone()].chunks(at_once) {
+                    self.add_piece(some.iter().copied(), keys.clone(), some[0]);
+                }
                 stretch.from = stretch.page;
             }
             // From there on, those that go on with the same block stay together.

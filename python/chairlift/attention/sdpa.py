@@ -1,4 +1,4 @@
-"""Paged attention with torch's own operators, for CPUs (and, untested there, for whatever else runs SDPA).
+"""Paged attention with torch's own operators, for whatever runs SDPA.
 
 Prefill chunks are computed sequence by sequence, decodes in batches of like length; a context that lies in one page
 is read where it lies. No mask spans the batch, and the scores of a long chunk are computed some queries at a time, so
@@ -67,19 +67,23 @@ class GroupPlan:
     prefills: list[Prefill]
 
 
-class CpuPagedAttention:
-    """The backend `torch`."""
+class SdpaAttention:
+    """The backends `sdpa` and `eager`."""
 
-    name = "torch"
     # K and V of a context of several pages are copied together before they are read.
     gathers = True
 
-    def __init__(self, page_size: int, reaches: Sequence[Reach]) -> None:
-        """A backend for pages of that size and groups that look so far back."""
+    def __init__(self, page_size: int, reaches: Sequence[Reach], *, written_out: bool = False) -> None:
+        """A backend for pages of that size and groups that look so far back; `written_out`: by the formula, without a
+        fused operator."""
+        self.name = "eager" if written_out else "sdpa"
         self.page_size = page_size
         self.reaches = reaches
+        self._written_out = written_out
         self._plans: list[GroupPlan] = []
         self._tokens = 0  # of the step, without padding
+        self._write_blocks: list[torch.Tensor] = []  # per group, [tokens]
+        self._write_offsets = torch.empty(0)  # [tokens], in the page
 
     def scratch_bytes(self, bytes_per_token: int, num_heads: int, max_context: int) -> int:
         """Bytes that a call takes beside its inputs and its output, at most.
@@ -98,6 +102,9 @@ class CpuPagedAttention:
         groups = zip(inputs.block_tables, self.reaches, strict=True)
         self._plans = [self._plan(inputs, table, reach) for table, reach in groups]
         self._tokens = inputs.cu_seqlens[-1]
+        slots = inputs.write_slots.long()
+        self._write_blocks = list(slots // self.page_size)
+        self._write_offsets = slots[0] % self.page_size
 
     def attend(
         self,
@@ -106,14 +113,16 @@ class CpuPagedAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
+        writes: bool,
         scale: float,
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """One call over the step's tokens; K and V are in the pages already.
+        """One call over the step's tokens.
 
         Args:
             pages: The call's pages.
+            writes: Whether K and V go into them; else they are there already.
             query: [heads, tokens, head size]
             key: [kv heads, tokens, head size]: K of the step's tokens.
             value: [kv heads, tokens, head size of V]
@@ -124,11 +133,15 @@ class CpuPagedAttention:
         Returns:
             [tokens, heads, head size of V]
         """
+        if writes:
+            where = (self._write_blocks[pages.group], self._write_offsets)
+            pages.k[where] = key.transpose(0, 1)
+            pages.v[where] = value.transpose(0, 1)
         plan = self._plans[pages.group]
         heads, tokens, _ = query.shape
         out = query.new_empty((tokens, heads, value.shape[-1]))
         out[self._tokens :] = 0
-        form = _Form(scale, softcap, sinks, plan.reach)
+        form = _Form(scale, softcap, sinks, plan.reach, self._written_out)
         for decode in plan.in_place:
             k = pages.k[decode.block, decode.tokens].transpose(0, 1)
             v = pages.v[decode.block, decode.tokens].transpose(0, 1)
@@ -223,10 +236,11 @@ class _Form:
     softcap: float | None
     sinks: torch.Tensor | None
     reach: Reach
+    written_out: bool
 
     @property
     def plain(self) -> bool:
-        return self.softcap is None and self.sinks is None
+        return self.softcap is None and self.sinks is None and not self.written_out
 
     def decode(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None
