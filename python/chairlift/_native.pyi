@@ -90,7 +90,12 @@ class PagedAttention:
     """
 
     def __new__(
-        cls, page_size: int, groups: list[tuple[str, int]], num_threads: int, isa: str | None = None
+        cls,
+        page_size: int,
+        groups: list[tuple[str, int]],
+        num_threads: int,
+        isa: str | None = None,
+        team: str | None = None,
     ) -> PagedAttention:
         """
         Args:
@@ -98,9 +103,10 @@ class PagedAttention:
             groups: How far back the calls of each group look: (`full`, 0), (`window`, tokens) or (`chunk`, tokens).
             num_threads: Threads to compute with, the caller's among them.
             isa: One of `instruction_sets()`; None: the best.
+            team: `OpenMP`, `rayon` or `serial`; None: OpenMP where torch has brought it, else rayon.
 
         Raises:
-            ValueError: A size of 0, an unknown reach, or an instruction set that this machine does not have.
+            ValueError: A size of 0, an unknown reach, or instructions or threads that are not to be had.
         """
     @property
     def isa(self) -> str: ...

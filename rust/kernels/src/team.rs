@@ -7,7 +7,9 @@
 use std::any::Any;
 use std::cell::UnsafeCell;
 use std::ffi::{c_uint, c_void};
+use std::fmt;
 use std::panic::{self, AssertUnwindSafe};
+use std::str::FromStr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
@@ -43,7 +45,7 @@ impl Team {
         }
     }
 
-    /// What it is called.
+    /// What it is called, as [`FromStr`] reads it.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -90,6 +92,31 @@ impl Team {
                 task(worker, index);
             }
         });
+    }
+}
+
+/// Threads were asked for that this process does not have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NoSuchTeam(String);
+
+impl fmt::Display for NoSuchTeam {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            formatter,
+            "threads {:?} are unknown or not of this process: \"OpenMP\" (where GNU OpenMP is loaded), \"rayon\" and \"serial\" are possible",
+            self.0
+        )
+    }
+}
+
+impl std::error::Error for NoSuchTeam {}
+
+impl FromStr for Team {
+    type Err = NoSuchTeam;
+
+    fn from_str(name: &str) -> Result<Self, NoSuchTeam> {
+        let teams = [Self::Rayon, Self::Serial].into_iter().chain(gomp_parallel().map(Self::OpenMp));
+        teams.into_iter().find(|team| team.name() == name).ok_or_else(|| NoSuchTeam(name.to_owned()))
     }
 }
 

@@ -27,12 +27,13 @@ pub struct PagedAttention {
 #[pymethods]
 impl PagedAttention {
     #[new]
-    #[pyo3(signature = (page_size, groups, num_threads, isa=None))]
+    #[pyo3(signature = (page_size, groups, num_threads, isa=None, team=None))]
     fn new(
         page_size: usize,
         groups: Vec<(String, u32)>,
         num_threads: usize,
         isa: Option<&str>,
+        team: Option<&str>,
     ) -> PyResult<Self> {
         let reaches: Vec<Reach> =
             groups.iter().map(|(form, tokens)| reach_of(form, *tokens)).collect::<PyResult<_>>()?;
@@ -40,9 +41,8 @@ impl PagedAttention {
             None => Isa::best(),
             Some(name) => name.parse().map_err(|error| PyValueError::new_err(format!("{error}")))?,
         };
-        let inner =
-            chairlift_kernels::attention::PagedAttention::new(page_size, &reaches, isa, Team::of_process())
-                .map_err(to_python)?;
+        let inner = chairlift_kernels::attention::PagedAttention::new(page_size, &reaches, isa, team)
+            .map_err(to_python)?;
         Ok(Self { inner, threads: num_threads.max(1) })
     }
 

@@ -143,6 +143,17 @@ impl<E: Element> Attend<'_, E> {
         })
     }
 
+    /// Where a key of a row lies, if it is one of `keys`.
+    #[inline(always)]
+    pub fn place(&self, row: usize, keys: &Range<usize>, key: usize) -> Option<Part> {
+        keys.contains(&key).then(|| Part {
+            block: self.plan.blocks[row * self.plan.pages + key / self.page_size] as usize,
+            first: key % self.page_size,
+            offset: key - keys.start,
+            count: 1,
+        })
+    }
+
     /// # Safety
     /// The part must be of a checked table; as for all of these, head and token must be the call's.
     #[inline(always)]

@@ -41,42 +41,38 @@ impl<E: Element> Attend<'_, E> {
                 for kv_head in 0..self.call.heads.kv_heads {
                     let head = kv_head * group;
                     for part in self.parts(piece.row, start..end) {
+                        let ahead = self.place(piece.row, &keys, start + part.offset + KEYS);
                         let k = self.k(&part, kv_head);
-                        let count = part.count;
+                        let strip = Strip {
+                            rows: k,
+                            ahead: ahead.map_or(k, |place| self.k(&place, kv_head)),
+                            stride: self.call.k_pages.token_stride,
+                            count: part.count,
+                            size,
+                        };
                         let mut done = 0;
                         while done < group {
                             let scores = scores.add(done * KEYS + part.offset);
-                            let left = group - done;
-                            let raw = |index: usize| self.query(token, head + done + index).cast::<u16>();
                             let query = queries.add((head + done) * width);
-                            let stride = self.call.k_pages.token_stride;
-                            done += match (pairs, S::WIDE_FILE && left >= 3, left >= 2) {
-                                (true, true, _) => score_pairs::<S, 3>(
-                                    [raw(0), raw(1), raw(2)],
-                                    k.cast(),
-                                    stride,
-                                    count,
-                                    size,
-                                    scores,
-                                ),
-                                (true, _, true) => score_pairs::<S, 2>(
-                                    [raw(0), raw(1)],
-                                    k.cast(),
-                                    stride,
-                                    count,
-                                    size,
-                                    scores,
-                                ),
-                                (true, ..) => {
-                                    score_pairs::<S, 1>([raw(0)], k.cast(), stride, count, size, scores)
+                            let raw = |index: usize| self.query(token, head + done + index).cast::<u16>();
+                            // Rows are asked for once, not for each of the heads.
+                            let asks = done == 0;
+                            let left = group - done;
+                            done += match (pairs, S::WIDE_FILE) {
+                                (true, true) if left >= 4 => {
+                                    score_pairs::<S, E, 4>(std::array::from_fn(raw), strip, asks, scores)
                                 }
-                                (_, true, _) => {
-                                    score::<S, E, 3>(query, width, k, stride, count, size, scores)
+                                (true, true) if left == 3 => {
+                                    score_pairs::<S, E, 3>(std::array::from_fn(raw), strip, asks, scores)
                                 }
-                                (_, _, true) => {
-                                    score::<S, E, 2>(query, width, k, stride, count, size, scores)
+                                (true, _) if left >= 2 => {
+                                    score_pairs::<S, E, 2>(std::array::from_fn(raw), strip, asks, scores)
                                 }
-                                _ => score::<S, E, 1>(query, width, k, stride, count, size, scores),
+                                (true, _) => score_pairs::<S, E, 1>([raw(0)], strip, asks, scores),
+                                (_, true) if left >= 4 => score::<S, E, 4>(query, width, strip, asks, scores),
+                                (_, true) if left == 3 => score::<S, E, 3>(query, width, strip, asks, scores),
+                                _ if left >= 2 => score::<S, E, 2>(query, width, strip, asks, scores),
+                                _ => score::<S, E, 1>(query, width, strip, asks, scores),
                             };
                         }
                     }
@@ -90,22 +86,30 @@ impl<E: Element> Attend<'_, E> {
                         }
                     }
                     for part in self.parts(piece.row, start..end) {
+                        let ahead = self.place(piece.row, &keys, start + part.offset + KEYS);
                         let v = self.v(&part, kv_head);
-                        let count = part.count;
+                        let strip = Strip {
+                            rows: v,
+                            ahead: ahead.map_or(v, |place| self.v(&place, kv_head)),
+                            stride: self.call.v_pages.token_stride,
+                            count: part.count,
+                            size: size_v,
+                        };
                         let mut done = 0;
                         while done < group {
                             let weights = scores.add(done * KEYS + part.offset);
-                            let left = group - done;
                             let sums = sums.add((head + done) * width_v);
-                            let stride = self.call.v_pages.token_stride;
-                            done += match (S::WIDE_FILE && left >= 3, left >= 2) {
-                                (true, _) => {
-                                    add_values::<S, E, 3>(weights, v, stride, count, size_v, sums, width_v)
+                            let asks = done == 0;
+                            let left = group - done;
+                            done += match S::WIDE_FILE {
+                                true if left >= 4 => {
+                                    add_values::<S, E, 4>(weights, strip, asks, sums, width_v)
                                 }
-                                (_, true) => {
-                                    add_values::<S, E, 2>(weights, v, stride, count, size_v, sums, width_v)
+                                true if left == 3 => {
+                                    add_values::<S, E, 3>(weights, strip, asks, sums, width_v)
                                 }
-                                _ => add_values::<S, E, 1>(weights, v, stride, count, size_v, sums, width_v),
+                                _ if left >= 2 => add_values::<S, E, 2>(weights, strip, asks, sums, width_v),
+                                _ => add_values::<S, E, 1>(weights, strip, asks, sums, width_v),
                             };
                         }
                     }
@@ -148,49 +152,76 @@ impl<E: Element> Attend<'_, E> {
     }
 }
 
-/// Dot products of `HEADS` queries with `count` keys; four keys at a time, and so up to three numbers beyond.
+/// Rows of K or V of one head that lie in one page.
+#[derive(Clone, Copy)]
+struct Strip<E> {
+    rows: *const E,
+    /// The rows that are read after the next tile's worth of keys.
+    ahead: *const E,
+    stride: usize,
+    count: usize,
+    size: usize,
+}
+
+impl<E: Element> Strip<E> {
+    /// Four rows from `first` on; the last one stands for those that are missing.
+    #[inline(always)]
+    unsafe fn four(&self, first: usize) -> [*const E; 4] {
+        // SAFETY: `first` and all that stand for it are below `count`.
+        std::array::from_fn(|index| unsafe {
+            self.rows.add((first + index).min(self.count - 1) * self.stride)
+        })
+    }
+
+    /// Asks for some bytes of a row that will be read soon: rows are too far apart for the machine to see them coming,
+    /// and asked for all at once they would hold up what is computed meanwhile.
+    #[inline(always)]
+    unsafe fn ask<S: Simd>(&self, row: usize, at: usize, size: usize) {
+        let row = self.ahead.wrapping_add(row * self.stride + at).cast::<u8>();
+        for line in (0..size * size_of::<E>()).step_by(64) {
+            // SAFETY: any address may be asked for.
+            unsafe { S::prefetch(row.wrapping_add(line)) };
+        }
+    }
+}
+
+/// Dot products of `HEADS` queries with the rows of a strip; returns `HEADS`.
 #[inline(always)]
 unsafe fn score<S: Simd, E: Element, const HEADS: usize>(
     queries: *const f32,
     query_stride: usize,
-    keys: *const E,
-    key_stride: usize,
-    count: usize,
-    size: usize,
+    strip: Strip<E>,
+    asks: bool,
     scores: *mut f32,
 ) -> usize {
-    // SAFETY: as promised by the caller; the last key stands for those that are missing to four.
+    let whole = strip.size - strip.size % S::LANES;
+    // SAFETY: as promised by the caller.
     unsafe {
-        for first in (0..count).step_by(4) {
-            let keys: [*const E; 4] =
-                std::array::from_fn(|index| keys.add((first + index).min(count - 1) * key_stride));
+        for first in (0..strip.count).step_by(4) {
+            let keys = strip.four(first);
             let mut sums = [[S::splat(0.0); 4]; HEADS];
-            let whole = size - size % S::LANES;
             for at in (0..whole).step_by(S::LANES) {
-                let keys = [
-                    E::load::<S>(keys[0].add(at)),
-                    E::load::<S>(keys[1].add(at)),
-                    E::load::<S>(keys[2].add(at)),
-                    E::load::<S>(keys[3].add(at)),
-                ];
+                let mut of_keys = [S::splat(0.0); 4];
+                for (value, key) in of_keys.iter_mut().zip(keys) {
+                    *value = E::load::<S>(key.add(at));
+                }
                 for (head, sums) in sums.iter_mut().enumerate() {
                     let query = S::load(queries.add(head * query_stride + at));
-                    for (sum, key) in sums.iter_mut().zip(keys) {
+                    for (sum, key) in sums.iter_mut().zip(of_keys) {
                         *sum = S::mul_add(query, key, *sum);
                     }
                 }
             }
-            if whole < size {
-                let rest = size - whole;
+            if whole < strip.size {
                 for (index, key) in keys.into_iter().enumerate() {
-                    let key = E::load_part::<S>(key.add(whole), rest);
+                    let key = E::load_part::<S>(key.add(whole), strip.size - whole);
                     for (head, sums) in sums.iter_mut().enumerate() {
                         let query = S::load(queries.add(head * query_stride + whole));
                         sums[index] = S::mul_add(query, key, sums[index]);
                     }
                 }
             }
-            write_scores::<S, HEADS>(sums, first, count, scores);
+            write_scores::<S, E, HEADS>(sums, strip, first, asks, scores);
         }
     }
     HEADS
@@ -198,91 +229,83 @@ unsafe fn score<S: Simd, E: Element, const HEADS: usize>(
 
 /// As `score`, by products of bf16 pairs.
 #[inline(always)]
-unsafe fn score_pairs<S: Simd, const HEADS: usize>(
+unsafe fn score_pairs<S: Simd, E: Element, const HEADS: usize>(
     queries: [*const u16; HEADS],
-    keys: *const u16,
-    key_stride: usize,
-    count: usize,
-    size: usize,
+    strip: Strip<E>,
+    asks: bool,
     scores: *mut f32,
 ) -> usize {
-    // SAFETY: as above.
+    // SAFETY: as above; elements are bf16, and rows whole vectors of them.
     unsafe {
-        for first in (0..count).step_by(4) {
-            let keys: [*const u16; 4] =
-                std::array::from_fn(|index| keys.add((first + index).min(count - 1) * key_stride));
+        for first in (0..strip.count).step_by(4) {
+            let keys = strip.four(first);
             let mut sums = [[S::splat(0.0); 4]; HEADS];
-            for at in (0..size).step_by(2 * S::LANES) {
-                for (head, sums) in sums.iter_mut().enumerate() {
+            for at in (0..strip.size).step_by(2 * S::LANES) {
+                for (query, sums) in queries.iter().zip(&mut sums) {
                     for (sum, key) in sums.iter_mut().zip(keys) {
-                        *sum = S::dot_bf16(*sum, queries[head].add(at), key.add(at));
+                        *sum = S::dot_bf16(*sum, query.add(at), key.cast::<u16>().add(at));
                     }
                 }
             }
-            write_scores::<S, HEADS>(sums, first, count, scores);
+            write_scores::<S, E, HEADS>(sums, strip, first, asks, scores);
         }
     }
     HEADS
 }
 
 #[inline(always)]
-unsafe fn write_scores<S: Simd, const HEADS: usize>(
+unsafe fn write_scores<S: Simd, E: Element, const HEADS: usize>(
     sums: [[S::V; 4]; HEADS],
+    strip: Strip<E>,
     first: usize,
-    count: usize,
+    asks: bool,
     scores: *mut f32,
 ) {
-    // SAFETY: the scores of each head are `KEYS` apart, and `count` of them are written.
+    let count = 4.min(strip.count - first);
+    // SAFETY: the scores of each head are `KEYS` apart, and those of the strip are written.
     unsafe {
         for (head, sums) in sums.into_iter().enumerate() {
             let sums = S::sums(sums);
-            let to = scores.add(head * KEYS + first);
-            std::ptr::copy_nonoverlapping(sums.as_ptr(), to, 4.min(count - first));
+            std::ptr::copy_nonoverlapping(sums.as_ptr(), scores.add(head * KEYS + first), count);
+        }
+        if asks {
+            (first..first + count).for_each(|row| strip.ask::<S>(row, 0, strip.size));
         }
     }
 }
 
-/// Adds `count` rows of V, weighted for each of `HEADS` heads.
+/// Adds the rows of a strip, weighted for each of `HEADS` heads; returns `HEADS`.
 #[inline(always)]
 unsafe fn add_values<S: Simd, E: Element, const HEADS: usize>(
     weights: *const f32,
-    values: *const E,
-    stride: usize,
-    count: usize,
-    size: usize,
+    strip: Strip<E>,
+    asks: bool,
     sums: *mut f32,
     sum_stride: usize,
 ) -> usize {
+    let mut at = 0;
     // SAFETY: as promised by the caller; columns are taken in whole vectors, the last ones in part.
     unsafe {
-        let mut at = 0;
         if S::WIDE_FILE {
-            while at + 4 * S::LANES <= size {
-                add_columns::<S, E, HEADS, 4>(
-                    weights,
-                    values.add(at),
-                    stride,
-                    count,
-                    sums.add(at),
-                    sum_stride,
-                );
+            while at + 4 * S::LANES <= strip.size {
+                add_columns::<S, E, HEADS, 4>(weights, strip, at, asks, sums, sum_stride);
                 at += 4 * S::LANES;
             }
         }
-        while at + 2 * S::LANES <= size {
-            add_columns::<S, E, HEADS, 2>(weights, values.add(at), stride, count, sums.add(at), sum_stride);
+        while at + 2 * S::LANES <= strip.size {
+            add_columns::<S, E, HEADS, 2>(weights, strip, at, asks, sums, sum_stride);
             at += 2 * S::LANES;
         }
-        while at + S::LANES <= size {
-            add_columns::<S, E, HEADS, 1>(weights, values.add(at), stride, count, sums.add(at), sum_stride);
+        while at + S::LANES <= strip.size {
+            add_columns::<S, E, HEADS, 1>(weights, strip, at, asks, sums, sum_stride);
             at += S::LANES;
         }
-        if at < size {
+        if at < strip.size {
             for head in 0..HEADS {
                 let to = sums.add(head * sum_stride + at);
                 let mut sum = S::load(to);
-                for key in 0..count {
-                    let value = E::load_part::<S>(values.add(key * stride + at), size - at);
+                for key in 0..strip.count {
+                    let value = E::load_part::<S>(strip.rows.add(key * strip.stride + at), strip.size - at);
                     sum = S::mul_add(S::splat(*weights.add(head * KEYS + key)), value, sum);
                 }
                 S::store(to, sum);
@@ -295,30 +318,34 @@ unsafe fn add_values<S: Simd, E: Element, const HEADS: usize>(
 #[inline(always)]
 unsafe fn add_columns<S: Simd, E: Element, const HEADS: usize, const VECTORS: usize>(
     weights: *const f32,
-    values: *const E,
-    stride: usize,
-    count: usize,
-    to: *mut f32,
+    strip: Strip<E>,
+    at: usize,
+    asks: bool,
+    sums: *mut f32,
     sum_stride: usize,
 ) {
     // SAFETY: as promised by the caller.
     unsafe {
+        let to = sums.add(at);
         let mut sums = [[S::splat(0.0); VECTORS]; HEADS];
         for (head, sums) in sums.iter_mut().enumerate() {
             for (vector, sum) in sums.iter_mut().enumerate() {
                 *sum = S::load(to.add(head * sum_stride + vector * S::LANES));
             }
         }
-        for key in 0..count {
+        for key in 0..strip.count {
             let mut row = [S::splat(0.0); VECTORS];
             for (vector, value) in row.iter_mut().enumerate() {
-                *value = E::load::<S>(values.add(key * stride + vector * S::LANES));
+                *value = E::load::<S>(strip.rows.add(key * strip.stride + at + vector * S::LANES));
             }
             for (head, sums) in sums.iter_mut().enumerate() {
                 let weight = S::splat(*weights.add(head * KEYS + key));
                 for (sum, value) in sums.iter_mut().zip(row) {
                     *sum = S::mul_add(weight, value, *sum);
                 }
+            }
+            if asks {
+                strip.ask::<S>(key, at, VECTORS * S::LANES);
             }
         }
         for (head, sums) in sums.iter().enumerate() {

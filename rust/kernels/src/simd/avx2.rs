@@ -97,6 +97,11 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn prefetch(from: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(from.cast()) }
+    }
+
+    #[inline(always)]
     unsafe fn load_bf16(from: *const u16) -> __m256 {
         unsafe {
             let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));

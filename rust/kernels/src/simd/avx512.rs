@@ -97,6 +97,11 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
+    unsafe fn prefetch(from: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(from.cast()) }
+    }
+
+    #[inline(always)]
     unsafe fn load_bf16(from: *const u16) -> __m512 {
         unsafe {
             let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));

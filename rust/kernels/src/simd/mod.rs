@@ -57,6 +57,12 @@ pub(crate) trait Simd: Copy + 'static {
     /// From fp16.
     unsafe fn load_f16(from: *const u16) -> Self::V;
 
+    /// Asks for a cache line that will be read soon, at any address.
+    #[inline(always)]
+    unsafe fn prefetch(from: *const u8) {
+        let _ = from;
+    }
+
     /// Adds the products of twice as many pairs of bf16 as there are lanes. See [`Simd::DOT_BF16`].
     unsafe fn dot_bf16(sum: Self::V, a: *const u16, b: *const u16) -> Self::V {
         let _ = (a, b);
