@@ -12,8 +12,6 @@ a round, then over the rounds; engines in turn, in one process; page 256.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import chairlift
 from chairlift import _native
-from peers import describe_cpu, installed_version
+from conditions import describe_machine, describe_versions
 from plain_engine import PlainEngine, PlannedStep, check_equal_work
 
 PAGE_SIZE = 256
@@ -276,10 +274,8 @@ def submit_a_million() -> None:
 
 def print_conditions(rounds: int, peers: bool) -> None:
     """What the figures below hold for; with peers, after the proof that plain Python does the engine's work."""
-    versions = ", ".join(f"{name} {installed_version(name)}" for name in ("chairlift", "torch", "transformers"))
-    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    print(f"CPU:           {describe_cpu()}, {cores} cores, load {load:.1f} at the start")
-    print(f"versions:      {versions}, Python {platform.python_version()}")
+    print(f"CPU:           {describe_machine()}")
+    print(f"versions:      {describe_versions('chairlift', 'torch', 'transformers')}")
     print(f"rounds:        {rounds} of {STEPS} steps, engines in turn in one process; medians of steps, then of rounds")
     print(CONDITIONS)
     if peers:

@@ -1,67 +1,48 @@
-"""chairlift and its peers on the same prompts, one command.
+"""chairlift and its peers on the same prompts, one command a workload.
 
-    python benches/peers.py                          # every engine that is importable, three rounds, fp32
-    python benches/peers.py --dtype bfloat16 --rounds 5
+    python benches/peers.py                             # the oracle's texts, three rounds, fp32
+    python benches/peers.py --dtype float32,bfloat16    # both, in turn
+    python benches/peers.py --workload mixed            # 256 requests of 16 to 2,048 prompt tokens
+    python benches/peers.py --workload shared           # one system prompt of 1,500 tokens for 64 requests
+    python benches/peers.py --workload single           # one request alone
+    python benches/peers.py --workload single --quick   # a small size of it, once: does it all run?
     python benches/peers.py --engines chairlift,generate_batch --requests 16 --new-tokens 16
 
-The prompts are the oracle's (tests/oracle), greedy, with eos off, so every engine does exactly the same work.
+Prompts are made of the oracle's texts (tests/oracle), greedy, with eos off, so every engine does exactly the same work.
 Rounds are interleaved (A B C D, A B C D, ...), and every measurement is a fresh process: it loads the model,
 warms up on two short prompts, then runs once. Timed is the call that takes prompts and returns tokens.
-chairlift and transformers set up their cache in that call, OpenVINO when it loads.
+chairlift and transformers set up their cache in that call, OpenVINO when it loads, and so does `started`, which is
+chairlift with its manager started before.
 
-What OpenVINO runs: GenAI reads the GGUF file and builds its graph, but it rounds the zero points of Q4_1 to
-whole numbers, which changes the weights by about a tenth. So its graph is kept, and its weights are replaced
-by the unpacked fp32 ones that the other engines use; once, in the cache folder. K and V are held in the run's
-dtype (the default of its CPU plugin is 8-bit).
+Beside the peers, chairlift is held against what its own steps would take in eager torch with attention for free, and
+against the machine's peak (benches/floor.py); both are measured in the same rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import openvino_model
+from conditions import describe_machine, describe_versions
+from engines import ENGINES, PADDED_ROWS, WARM_UP_PROMPTS, WARM_UP_TOKENS
+from floor import FloorReport, StepShape, measure_floor
+from workloads import ROOT, WORKLOADS, Size, Task, Tokens, expected_tokens, oracle, oracle_cases
 
-from tests import oracle  # noqa: E402 (found only from the root)
-
-# Prompts in, new tokens of each out.
-Generate = Callable[[Sequence[list[int]], int], list[list[int]]]
-
-# The graphs that GenAI writes beside the model. Prompts are token ids here, but the pipeline wants them.
-TOKENIZER_GRAPHS = ("openvino_tokenizer", "openvino_detokenizer")
-# Tokens in one K and V block of OpenVINO's CPU plugin.
-OPENVINO_BLOCK = 32
-WARM_UP_PROMPTS = ([504, 808, 2775, 288], [9690, 198, 2683, 359, 253])
-WARM_UP_TOKENS = 4
+DTYPES = ("float32", "bfloat16")
+# Whose steps are held against the floor.
+OURS = "chairlift"
 MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What every engine is asked to do."""
-
-    dtype: str
-    requests: int
-    new_tokens: int
-    max_batch_tokens: int
-
-    def cases(self) -> list[oracle.OracleCase]:
-        """The first `requests` cases of the oracle."""
-        return oracle.load()[: self.requests]
 
 
 @dataclass(frozen=True)
@@ -70,15 +51,27 @@ class Report:
 
     wall_s: float
     prompt_tokens: int
-    generated_tokens: int
-    equal: int
-    """Requests whose tokens all match the oracle."""
-    ties: int
-    """How many of them needed an accepted tie."""
+    tokens: list[Tokens]
+    """The new ones of each request."""
     rss_growth_mib: float
     """Peak resident memory of warm-up and run over that of the loaded model."""
     peak_rss_mib: float
     threads: int
+    steps: list[StepShape] | None = None
+    """chairlift's."""
+    set_up_s: float | None = None
+    """From the call to its first step."""
+
+    @classmethod
+    def of_fields(cls, fields: dict[str, Any]) -> Report:
+        """A report from what `dataclasses.asdict` made of it."""
+        report = cls(**fields)
+        return report if report.steps is None else replace(report, steps=[StepShape(*step) for step in report.steps])
+
+    @property
+    def generated_tokens(self) -> int:
+        """Of all requests."""
+        return sum(len(tokens) for tokens in self.tokens)
 
     @property
     def generated_per_s(self) -> float:
@@ -90,212 +83,27 @@ class Report:
         """Prompt and generated tokens per second."""
         return (self.prompt_tokens + self.generated_tokens) / self.wall_s
 
-
-# The engines. Each loads its model and returns the call that is timed.
-
-
-def load_torch_model(work: Workload) -> Any:
-    """The model that chairlift and transformers share, in the run's dtype."""
-    import torch
-
-    from chairlift.cli.demo import load_demo
-
-    model, _ = load_demo(getattr(torch, work.dtype))
-    # `generate` fills what a generation config leaves open from the model's own, so eos goes there.
-    model.generation_config.eos_token_id = None
-    # The file is mapped: weights are resident, and counted as loaded, once they are read.
-    for parameter in model.parameters():
-        parameter.sum()
-    return model
+    @property
+    def computed_prompt_tokens(self) -> int | None:
+        """Prompt tokens that were computed, not found in the prefix cache, where the steps are known."""
+        if self.steps is None:
+            return None
+        # The last new token of a request is never computed with.
+        return sum(step.tokens for step in self.steps) - sum(len(tokens) - 1 for tokens in self.tokens)
 
 
-def ordered_tokens(results: dict[str, Any], count: int) -> list[list[int]]:
-    """The tokens of each result in the order of the inputs; RuntimeError if one is missing or failed."""
-    tokens = []
-    for label in (f"req_{n}" for n in range(count)):
-        result = results.get(label)
-        if result is None or result.error is not None:
-            raise RuntimeError(f"{label}: {'no result' if result is None else result.error}")
-        tokens.append(list(result.generated_tokens))
-    return tokens
+@dataclass(frozen=True)
+class Agreement:
+    """How far tokens are those of a reference."""
 
-
-def chairlift_engine(work: Workload) -> Generate:
-    """`chairlift.generate_batch`."""
-    from transformers import GenerationConfig
-
-    import chairlift
-
-    model = load_torch_model(work)
-
-    def generate(prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
-        results = chairlift.generate_batch(
-            model,
-            list(prompts),
-            generation_config=GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1),
-            continuous_batching_config=chairlift.ContinuousBatchingConfig(max_batch_tokens=work.max_batch_tokens),
-        )
-        return ordered_tokens(results, len(prompts))
-
-    return generate
-
-
-def generate_batch_engine(work: Workload) -> Generate:
-    """transformers' own `model.generate_batch`."""
-    from transformers import ContinuousBatchingConfig, GenerationConfig
-
-    model = load_torch_model(work)
-    if not type(model).generate_batch.__module__.startswith("transformers."):
-        raise RuntimeError("generate_batch is not transformers' own in this process; is chairlift installed into it?")
-
-    def generate(prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
-        results = model.generate_batch(
-            list(prompts),
-            generation_config=GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1),
-            continuous_batching_config=ContinuousBatchingConfig(max_batch_tokens=work.max_batch_tokens),
-        )
-        return ordered_tokens(results, len(prompts))
-
-    return generate
-
-
-def padded_engine(work: Workload) -> Generate:
-    """transformers' `model.generate`, all prompts padded on the left into one batch."""
-    import torch
-
-    model = load_torch_model(work)
-
-    def generate(prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
-        width = max(len(prompt) for prompt in prompts)
-        ids = torch.full((len(prompts), width), model.config.pad_token_id)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask[row, width - len(prompt) :] = 1
-        output = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            pad_token_id=model.config.pad_token_id,
-        )
-        return output[:, width:].tolist()
-
-    return generate
-
-
-def openvino_engine(work: Workload) -> Generate:
-    """OpenVINO GenAI's continuous batching."""
-    import numpy as np
-    import openvino
-    import openvino_genai
-
-    precision = {"float32": "f32", "bfloat16": "bf16"}[work.dtype]
-    able = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    if precision == "bf16" and "BF16" not in able:
-        raise RuntimeError(f"OpenVINO would compute in fp32: on this CPU its plugin knows {', '.join(able)}")
-    lengths = [len(case.prompt) + work.new_tokens for case in work.cases()]
-    scheduler = openvino_genai.SchedulerConfig()
-    scheduler.max_num_batched_tokens = work.max_batch_tokens
-    scheduler.num_kv_blocks = sum(-(-length // OPENVINO_BLOCK) for length in lengths) + len(WARM_UP_PROMPTS)
-    scheduler.enable_prefix_caching = True
-    pipeline = openvino_genai.ContinuousBatchingPipeline(
-        openvino_folder(),
-        scheduler,
-        "CPU",
-        {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision},
-    )
-
-    def generate(prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
-        config = openvino_genai.GenerationConfig()
-        config.max_new_tokens = new_tokens
-        config.do_sample = False
-        config.ignore_eos = True
-        inputs = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
-        results = pipeline.generate(inputs, [config] * len(inputs))
-        return [list(result.m_generation_ids[0]) for result in results]
-
-    return generate
-
-
-ENGINES: dict[str, tuple[str, Callable[[Workload], Generate], str]] = {
-    # name: (title in the table, how to load it, module it needs)
-    "chairlift": ("chairlift", chairlift_engine, "chairlift"),
-    "generate_batch": ("transformers generate_batch", generate_batch_engine, "transformers"),
-    "padded": ("transformers generate, padded", padded_engine, "transformers"),
-    "openvino": ("OpenVINO GenAI", openvino_engine, "openvino_genai"),
-}
-
-
-# OpenVINO's model.
-
-
-def openvino_folder() -> Path:
-    """Where the converted model lies."""
-    from chairlift.cli.demo import demo_model_dir
-
-    return demo_model_dir() / "openvino-fp32"
-
-
-def convert_for_openvino() -> None:
-    """Writes GenAI's own graph of the model with the unpacked fp32 weights in it, once."""
-    import numpy as np
-    import openvino
-    import openvino_genai
-    import torch
-    from openvino import opset13
-
-    from chairlift.cli.demo import WEIGHTS_NAME, load_demo
-
-    target = openvino_folder()
-    if target.exists():
-        return
-    model, _ = load_demo(torch.float32)
-    left = {name: weight.detach().numpy() for name, weight in model.named_parameters() if weight.dim() == 2}
-
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch_name:
-        scratch = Path(scratch_name)
-        packed = scratch / WEIGHTS_NAME  # GenAI writes its graph beside it
-        packed.symlink_to(target.parent / WEIGHTS_NAME)
-        openvino_genai.LLMPipeline(packed, "CPU", enable_save_ov_model=True)
-        graph = openvino.Core().read_model(scratch / "openvino_model.xml")
-
-        # A packed weight ends in: (codes - zero points) * scales, reshape to two dimensions, convert to fp32.
-        unpacked = [
-            node.output(0)
-            for node in graph.get_ordered_ops()
-            if node.get_type_name() == "Convert"
-            and node.input_value(0).get_node().get_type_name() == "Reshape"
-            and node.get_output_partial_shape(0).is_static
-            and len(node.get_output_shape(0)) == 2
-        ]
-        if len(unpacked) != len(left):
-            raise RuntimeError(f"the graph has {len(unpacked)} packed weights, the model {len(left)}")
-        # The graph's weights have no names, so each is recognised by its values: though rounded, they are
-        # far nearer to their own (a relative distance of 0.1) than to any other (1.0).
-        rounded = openvino.compile_model(openvino.Model(unpacked, []), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})({})
-        for index, output in enumerate(unpacked):
-            values = rounded[index]
-            distances = {
-                name: float(np.abs(weight - values).mean() / np.abs(values).mean())
-                for name, weight in left.items()
-                if weight.shape == values.shape
-            }
-            name = min(distances, key=distances.__getitem__)
-            if distances[name] > 0.3:
-                raise RuntimeError(f"no weight of the model is near number {index} of the graph: {distances[name]:.2f}")
-            exact = opset13.constant(left.pop(name)).output(0)
-            for user in output.get_target_inputs():
-                user.replace_source_output(exact)
-        graph.validate_nodes_and_infer_types()
-
-        finished = scratch / "finished"
-        finished.mkdir()
-        openvino.save_model(graph, finished / "openvino_model.xml", compress_to_fp16=False)
-        for stem in TOKENIZER_GRAPHS:
-            for suffix in (".xml", ".bin"):
-                (scratch / stem).with_suffix(suffix).rename(finished / f"{stem}{suffix}")
-        finished.rename(target)
+    equal: int
+    """Requests that are equal to their last token."""
+    ties: int
+    """How many of them needed a tie that the oracle accepts."""
+    leading: int
+    """Tokens before the first difference of their request, summed."""
+    tokens: int
+    """Of the reference."""
 
 
 # One measurement, in its own process.
@@ -317,204 +125,311 @@ def reset_peak_memory() -> None:
         print(f"peak memory could not be reset ({error}): it includes loading", file=sys.stderr)
 
 
-def measure(engine: str, work: Workload) -> Report:
+def measure(engine: str, task: Task) -> Report:
     """Loads, warms up and runs one engine in this process."""
-    _, load_engine, _ = ENGINES[engine]
-    cases = work.cases()
-    generate = load_engine(work)
+    prompts, new_tokens = task.prompts(), task.size.new_tokens
+    generate = ENGINES[engine].load(task)
     loaded = memory_mib("VmRSS")
     reset_peak_memory()
     generate(WARM_UP_PROMPTS, WARM_UP_TOKENS)
 
     start = time.perf_counter()
-    tokens = generate([case.prompt for case in cases], work.new_tokens)
+    answer = generate(prompts, new_tokens)
     wall = time.perf_counter() - start
 
     peak = memory_mib("VmHWM")
     threads = len(list(Path("/proc/self/task").iterdir()))
-    for case, got in zip(cases, tokens, strict=True):
-        if len(got) != work.new_tokens:
-            raise RuntimeError(f"{case.id}: {len(got)} tokens, {work.new_tokens} were asked for")
-    matches = [
-        oracle.mismatch(got, case, new_tokens=work.new_tokens) is None for case, got in zip(cases, tokens, strict=True)
-    ]
-    ties = [oracle.ties_used(got, case, new_tokens=work.new_tokens) for case, got in zip(cases, tokens, strict=True)]
+    for number, got in enumerate(answer.tokens):
+        if len(got) != new_tokens:
+            raise RuntimeError(f"request {number}: {len(got)} tokens, {new_tokens} were asked for")
+    log = answer.log
     return Report(
         wall_s=wall,
-        prompt_tokens=sum(len(case.prompt) for case in cases),
-        generated_tokens=sum(len(got) for got in tokens),
-        equal=sum(matches),
-        ties=sum(ties),
+        prompt_tokens=sum(len(prompt) for prompt in prompts),
+        tokens=answer.tokens,
         rss_growth_mib=peak - loaded,
         peak_rss_mib=peak,
         threads=threads,
+        steps=None if log is None else log.steps,
+        set_up_s=None if log is None or log.first_at is None else log.first_at - start,
     )
 
 
-# The parent: rounds and the table.
+def run_part(part: str, task: Task, steps: Sequence[StepShape]) -> Any:
+    """The part of a comparison that a child was started for; what it returns goes back as JSON."""
+    if part == "floor":
+        return asdict(measure_floor(task.dtype, steps))
+    if part == "openvino model":
+        openvino_model.convert_model()
+        return openvino_model.computes_in(task.dtype)
+    return asdict(measure(part, task))
 
 
-def run_child(arguments: list[str]) -> None:
-    """Runs this file again in a process of its own; RuntimeError with the end of its output if it fails."""
-    child = subprocess.run(
-        [sys.executable, __file__, *arguments],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    if child.returncode != 0:
-        raise RuntimeError(f"exit status {child.returncode}\n{child.stdout[-2000:]}")
-
-
-def measure_in_child(engine: str, work: Workload) -> Report:
-    """One measurement in a fresh process."""
+def run_child(part: str, task: Task, steps: Sequence[StepShape] = ()) -> Any:
+    """`run_part` in a fresh process; RuntimeError with the end of its output if it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "report.json"
-        run_child(["--child", engine, "--workload", json.dumps(asdict(work)), "--report", str(path)])
-        return Report(**json.loads(path.read_text()))
+        asked, answer = Path(folder) / "asked.json", Path(folder) / "answer.json"
+        asked.write_text(json.dumps({"part": part, "task": asdict(task), "steps": steps}))
+        child = subprocess.run(
+            [sys.executable, __file__, "--child", str(asked), str(answer)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        if child.returncode != 0:
+            raise RuntimeError(f"exit status {child.returncode}\n{child.stdout[-2000:]}")
+        return json.loads(answer.read_text())
 
 
-def describe_cpu() -> str:
-    """The processor's name as the kernel has it, and which of the units that bf16 depends on it has."""
-    fields: dict[str, str] = {}
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        fields.setdefault(name.strip(), value.strip())
-    flags = fields.get("flags", "").split()
-    units = [unit for unit in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if unit in flags]
-    return f"{fields.get('model name') or platform.machine()} ({', '.join(units)})"
+def serve_parent(asked: Path, answer: Path) -> None:
+    """The child's end of `run_child`."""
+    order = json.loads(asked.read_text())
+    steps = [StepShape(*step) for step in order["steps"]]
+    answer.write_text(json.dumps(run_part(order["part"], Task.of_fields(order["task"]), steps)))
 
 
-def installed_version(package: str) -> str:
-    """The installed version of a package, or a dash."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "-"
+# The parent: rounds and tables.
 
 
-def print_conditions(work: Workload, engines: list[str], rounds: int) -> None:
+class Comparison:
+    """Every engine in every dtype, in interleaved rounds."""
+
+    def __init__(self, tasks: Sequence[Task], engines: Sequence[str]) -> None:
+        """One task a dtype."""
+        self.tasks = tasks
+        self.reports: dict[str, dict[str, list[Report]]] = {
+            task.dtype: {engine: [] for engine in engines} for task in tasks
+        }
+        self.floors: dict[str, list[FloorReport]] = {task.dtype: [] for task in tasks}
+        self.failed = False
+
+    def prepare(self) -> None:
+        """Has OpenVINO's model made, where it is compared, and says what it computes in."""
+        for task in self.tasks:
+            if "openvino" in self.reports[task.dtype]:
+                try:
+                    told = run_child("openvino model", task)
+                    print(f"OpenVINO:  {task.dtype}: {told}", flush=True)
+                except RuntimeError as error:
+                    self._drop("openvino", task, error)
+
+    def run_round(self, number: int) -> None:
+        """One measurement of each engine in each dtype, and one of the floor under chairlift's."""
+        for task in self.tasks:
+            runs = self.reports[task.dtype]
+            for engine in list(runs):
+                try:
+                    report = Report.of_fields(run_child(engine, task))
+                except RuntimeError as error:
+                    self._drop(engine, task, error)
+                    continue
+                runs[engine].append(report)
+                told = f"{report.generated_per_s:.1f} generated tok/s"
+                print(f"round {number} {task.dtype} {engine}: {told}", file=sys.stderr)
+            if runs.get(OURS):
+                try:
+                    floor = FloorReport(**run_child("floor", task, runs[OURS][-1].steps or ()))
+                except RuntimeError as error:
+                    print(f"the floor failed in {task.dtype}: {error}", file=sys.stderr)
+                    self.failed = True
+                else:
+                    self.floors[task.dtype].append(floor)
+
+    def _drop(self, engine: str, task: Task, error: RuntimeError) -> None:
+        print(f"{engine} failed in {task.dtype}: {error}", file=sys.stderr)
+        self.failed = True
+        del self.reports[task.dtype][engine]
+
+    def reference(self) -> tuple[str, list[Tokens]] | None:
+        """Whose tokens the others are compared with, and the tokens; None where that engine did not run."""
+        first = self.tasks[0]
+        engine = WORKLOADS[first.workload].reference
+        if engine is None:
+            return "generate alone, float32 (the oracle)", expected_tokens(first.size)
+        reports = self.reports[first.dtype].get(engine)
+        return (f"{ENGINES[engine].title}, {first.dtype}", reports[0].tokens) if reports else None
+
+
+def agreement(got: Sequence[Tokens], expected: Sequence[Tokens]) -> Agreement:
+    """How far tokens are equal to those expected, request by request."""
+    leading = [leading_equal(one, other) for one, other in zip(got, expected, strict=True)]
+    equal = sum(one == other for one, other in zip(got, expected, strict=True))
+    return Agreement(equal, 0, sum(leading), sum(len(tokens) for tokens in expected))
+
+
+def leading_equal(got: Tokens, expected: Tokens) -> int:
+    """Tokens before the first difference."""
+    pairs = enumerate(zip(got, expected, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(got), len(expected)))
+
+
+def with_ties(plain: Agreement, got: Sequence[Tokens], size: Size) -> Agreement:
+    """The same with the ties that the oracle accepts between fp32 and fp32."""
+    judged = list(zip(got, oracle_cases(size), strict=True))
+    ties = sum(oracle.ties_used(tokens, case, new_tokens=size.new_tokens) for tokens, case in judged)
+    equal = sum(oracle.mismatch(tokens, case, new_tokens=size.new_tokens) is None for tokens, case in judged)
+    return replace(plain, equal=equal, ties=ties)
+
+
+def print_conditions(tasks: Sequence[Task], engines: Sequence[str], rounds: int) -> None:
     """What the numbers below hold for."""
-    cases = work.cases()
-    lengths = [len(case.prompt) for case in cases]
-    packages = ("chairlift", "torch", "transformers", "openvino-genai")
-    versions = ", ".join(f"{package} {installed_version(package)}" for package in packages)
-    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    print(f"CPU:       {describe_cpu()}, {cores} cores, load {load:.1f} at the start")
-    print(f"versions:  {versions}, Python {platform.python_version()}")
-    print(f"model:     SmolLM2-135M-Instruct (Q4_1 unpacked), {work.dtype}")
+    task, prompts = tasks[0], tasks[0].prompts()
+    lengths = [len(prompt) for prompt in prompts]
+    print(f"CPU:       {describe_machine()}")
+    print(f"versions:  {describe_versions('chairlift', 'torch', 'transformers', 'openvino-genai')}")
+    print(f"model:     SmolLM2-135M-Instruct (Q4_1 unpacked), {' and '.join(task.dtype for task in tasks)}")
+    print(f"workload:  {task.workload}: {WORKLOADS[task.workload].about}")
     print(
-        f"workload:  {len(cases)} requests, {sum(lengths)} prompt tokens ({min(lengths)} to {max(lengths)}), "
-        f"{work.new_tokens} new tokens each, greedy, eos off"
+        f"           {len(prompts)} requests, {sum(lengths)} prompt tokens ({min(lengths)} to {max(lengths)}), "
+        f"{task.size.new_tokens} new tokens each, greedy, eos off"
     )
-    print(f"settings:  at most {work.max_batch_tokens} tokens a step, prefix caching on, defaults otherwise")
+    print(f"settings:  at most {task.max_batch_tokens} tokens a step, prefix caching on, defaults otherwise")
+    if "padded" in engines:
+        print(f"           padded: batches of at most {PADDED_ROWS} prompts, by length")
     print(f"rounds:    {rounds}, interleaved: {', '.join(engines)}; a fresh process each", flush=True)
 
 
-def print_table(reports: dict[str, list[Report]], work: Workload) -> None:
-    """One line an engine: medians over the rounds."""
-    print()
+def print_table(
+    reports: Mapping[str, Sequence[Report]], task: Task, reference: tuple[str, list[Tokens]] | None
+) -> None:
+    """One line an engine: medians over the rounds, the least agreement of any."""
+    print(f"\n{task.dtype}; equal to: {reference[0] if reference else 'nothing, its engine did not run'}")
     print(
         f"{'engine':<29} {'gen tok/s':>9} {'total tok/s':>11} {'wall s':>7} {'min .. max':>14} "
-        f"{'RSS + MiB':>9} {'peak MiB':>8} {'threads':>7}  equal to the oracle"
+        f"{'RSS + MiB':>9} {'peak MiB':>8} {'threads':>7} {'prefilled':>9} {'tokens equal':>12}  requests equal"
     )
     for engine, runs in reports.items():
         walls = [run.wall_s for run in runs]
-        equal = min(run.equal for run in runs)
-        ties = max(run.ties for run in runs)
-        verdict = f"{equal}/{work.requests}, {ties} by a tie" if work.dtype == "float32" else "-"
+        prefilled = runs[0].computed_prompt_tokens
+        share, verdict = equality(runs, task, reference)
         print(
-            f"{ENGINES[engine][0]:<29} "
+            f"{ENGINES[engine].title:<29} "
             f"{median(run.generated_per_s for run in runs):>9.1f} "
             f"{median(run.total_per_s for run in runs):>11.1f} "
             f"{median(walls):>7.1f} "
             f"{min(walls):>6.1f} .. {max(walls):<4.1f} "
             f"{median(run.rss_growth_mib for run in runs):>9.0f} "
             f"{median(run.peak_rss_mib for run in runs):>8.0f} "
-            f"{median(run.threads for run in runs):>7.0f}  {verdict}"
+            f"{median(run.threads for run in runs):>7.0f} "
+            f"{'-' if prefilled is None else prefilled:>9} "
+            f"{share:>12}  {verdict}"
         )
 
 
-def print_ratios(reports: dict[str, list[Report]]) -> None:
-    """The first engine's median speed over every other's."""
-    print()
-    ours, *peers = reports
-    speed = {engine: median(run.generated_per_s for run in runs) for engine, runs in reports.items()}
-    for peer in peers:
-        print(f"{ENGINES[ours][0]} / {ENGINES[peer][0]}: {speed[ours] / speed[peer]:.2f}x")
+def equality(runs: Sequence[Report], task: Task, reference: tuple[str, list[Tokens]] | None) -> tuple[str, str]:
+    """The share of tokens before the first difference, and the requests that have none; of the run that has most."""
+    if reference is None:
+        return "-", "-"
+    found = [agreement(run.tokens, reference[1]) for run in runs]
+    accepts_ties = WORKLOADS[task.workload].reference is None and task.dtype == "float32"
+    if accepts_ties:
+        found = [with_ties(one, run.tokens, task.size) for one, run in zip(found, runs, strict=True)]
+    worst = min(found, key=lambda one: (one.equal, one.leading))
+    verdict = f"{worst.equal}/{task.size.requests}" + (f", {worst.ties} by a tie" if accepts_ties else "")
+    return f"{worst.leading / worst.tokens:.1%}", verdict
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line; what it cannot mean is refused here."""
-    most = oracle.load()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engines", help=f"comma-separated, of {', '.join(ENGINES)} (default: all importable)")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each engine (default %(default)s)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--requests", type=int, default=len(most), help="prompts (default and most: %(default)s)")
-    parser.add_argument(
-        "--new-tokens", type=int, default=len(most[0].tokens), help="of each (default and most: %(default)s)"
+def print_floor(runs: Sequence[Report], floors: Sequence[FloorReport], dtype: str) -> None:
+    """chairlift's time over the eager floor, and its share of the best peak; medians over the rounds."""
+    over = median(run.wall_s / floor.eager_s for run, floor in zip(runs, floors, strict=True))
+    best = max(floors, key=lambda floor: floor.peak_flop_per_s)
+    reached = median(floor.flop / run.wall_s for run, floor in zip(runs, floors, strict=True))
+    set_up = median(run.set_up_s or 0.0 for run in runs)
+    print(f"\n{ENGINES[OURS].title} in {dtype}, against what is possible")
+    print(
+        f"  eager floor:  its {len(runs[-1].steps or ())} forwards with attention for free take "
+        f"{median(floor.eager_s for floor in floors):.2f} s, chairlift {median(run.wall_s for run in runs):.2f} s: "
+        f"{over:.2f}x (of it {set_up:.2f} s before the first step)"
     )
+    print(
+        f"  peak:         {best.peak_flop_per_s / 1e9:.0f} GFLOP/s ({best.peak_kernel}, {best.torch_threads} threads); "
+        f"the run's {floors[-1].flop / 1e9:.0f} GFLOP at {reached / 1e9:.0f} GFLOP/s: "
+        f"{reached / best.peak_flop_per_s:.0%}"
+    )
+
+
+def print_ratios(reports: Mapping[str, Sequence[Report]], task: Task) -> None:
+    """Our median speed (the first engine's, where ours did not run) over every peer's, and what it is meant to be."""
+    speed = {engine: median(run.generated_per_s for run in runs) for engine, runs in reports.items()}
+    ours = [engine for engine in reports if ENGINES[engine].ours]
+    for engine in ours or list(reports)[:1]:
+        for peer in reports:
+            if peer in (engine, *ours):
+                continue
+            aim = WORKLOADS[task.workload].aims.get(peer) if ours else None
+            meant = "" if aim is None else f" (aim: at least {aim:.1f}x)"
+            ratio = speed[engine] / speed[peer]
+            print(f"{task.dtype}, {ENGINES[engine].title} / {ENGINES[peer].title}: {ratio:.2f}x{meant}")
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; what it cannot mean is refused here."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", choices=WORKLOADS, default="texts", help="(default %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a small size of it, one round: a test, no measurement")
+    parser.add_argument("--dtype", default="float32", help=f"comma-separated, of {', '.join(DTYPES)}")
+    parser.add_argument("--engines", help=f"comma-separated, of {', '.join(ENGINES)} (default: the workload's)")
+    parser.add_argument("--rounds", type=int, help="measurements of each engine (default 3)")
+    parser.add_argument("--requests", type=int, help="prompts (default: the workload's)")
+    parser.add_argument("--new-tokens", type=int, help="of each (default: the workload's)")
+    parser.add_argument("--longest-prompt", type=int, help="in tokens (default: the workload's)")
     parser.add_argument("--max-batch-tokens", type=int, default=512, help="tokens a step (default %(default)s)")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--workload", help=argparse.SUPPRESS)
-    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if not 1 <= arguments.requests <= len(most):
-        parser.error(f"--requests {arguments.requests}: 1 to {len(most)}")
-    if not 1 <= arguments.new_tokens <= len(most[0].tokens):
-        parser.error(f"--new-tokens {arguments.new_tokens}: 1 to {len(most[0].tokens)}")
-    if arguments.rounds < 1:
-        parser.error(f"--rounds {arguments.rounds}: at least 1")
-    if arguments.engines is None:
-        arguments.engines = [name for name, (_, _, module) in ENGINES.items() if importlib.util.find_spec(module)]
+    parser.add_argument("--child", nargs=2, type=Path, help=argparse.SUPPRESS)
+    parsed = parser.parse_args(arguments)
+    for name in ("rounds", "requests", "new_tokens", "longest_prompt", "max_batch_tokens"):
+        if (value := getattr(parsed, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} {value}: at least 1")
+    workload = WORKLOADS[parsed.workload]
+    size = workload.quick if parsed.quick else workload.full
+    given = {name: getattr(parsed, name) for name in ("requests", "new_tokens", "longest_prompt")}
+    parsed.size = replace(size, **{name: value for name, value in given.items() if value is not None})
+    try:
+        workload.make(parsed.size)
+    except ValueError as error:
+        parser.error(str(error))
+    parsed.rounds = parsed.rounds or (1 if parsed.quick else 3)
+    parsed.dtype = _names(parser, "--dtype", parsed.dtype, DTYPES)
+    if parsed.engines is None:
+        parsed.engines = [name for name in workload.engines if importlib.util.find_spec(ENGINES[name].module)]
     else:
-        arguments.engines = arguments.engines.split(",")
-        if unknown := [name for name in arguments.engines if name not in ENGINES]:
-            parser.error(f"--engines: {', '.join(unknown)} unknown; there are {', '.join(ENGINES)}")
-    return arguments
+        parsed.engines = _names(parser, "--engines", parsed.engines, ENGINES)
+    return parsed
+
+
+def _names(
+    parser: argparse.ArgumentParser, option: str, given: str, known: Sequence[str] | Mapping[str, Any]
+) -> list[str]:
+    """The names of a comma-separated list, each once."""
+    names = list(dict.fromkeys(given.split(",")))
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"{option}: {', '.join(unknown)} unknown; there are {', '.join(known)}")
+    return names
 
 
 def main() -> int:
     """Runs the comparison; in a child, one part of it."""
     arguments = parse_arguments()
-    if arguments.child == "convert":
-        convert_for_openvino()
-        return 0
     if arguments.child:
-        report = measure(arguments.child, Workload(**json.loads(arguments.workload)))
-        arguments.report.write_text(json.dumps(asdict(report)))
+        serve_parent(*arguments.child)
         return 0
-
-    work = Workload(arguments.dtype, arguments.requests, arguments.new_tokens, arguments.max_batch_tokens)
-    print_conditions(work, arguments.engines, arguments.rounds)
-    reports: dict[str, list[Report]] = {engine: [] for engine in arguments.engines}
-    failed = []
-    if "openvino" in reports:
-        print("looking for OpenVINO's model, made once", file=sys.stderr)
-        try:
-            run_child(["--child", "convert"])
-        except RuntimeError as error:
-            print(f"openvino has no model: {error}", file=sys.stderr)
-            failed.append("openvino")
-            del reports["openvino"]
+    tasks = [Task(arguments.workload, dtype, arguments.size, arguments.max_batch_tokens) for dtype in arguments.dtype]
+    print_conditions(tasks, arguments.engines, arguments.rounds)
+    comparison = Comparison(tasks, arguments.engines)
+    comparison.prepare()
     for number in range(1, arguments.rounds + 1):
-        for engine in [name for name in arguments.engines if name in reports]:
-            try:
-                report = measure_in_child(engine, work)
-            except RuntimeError as error:
-                print(f"{engine} failed in round {number}: {error}", file=sys.stderr)
-                failed.append(engine)
-                del reports[engine]
-                continue
-            reports[engine].append(report)
-            print(f"round {number} {engine}: {report.generated_per_s:.1f} generated tok/s", file=sys.stderr)
-    if reports:
-        print_table(reports, work)
-        print_ratios(reports)
-    return 1 if failed else 0
+        comparison.run_round(number)
+    measured = [task for task in tasks if comparison.reports[task.dtype]]
+    for task in measured:
+        print_table(comparison.reports[task.dtype], task, comparison.reference())
+    for task in measured:
+        if floors := comparison.floors[task.dtype]:
+            print_floor(comparison.reports[task.dtype][OURS], floors, task.dtype)
+    print()
+    for task in measured:
+        print_ratios(comparison.reports[task.dtype], task)
+    return 1 if comparison.failed else 0
 
 
 if __name__ == "__main__":
