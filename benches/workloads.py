@@ -151,7 +151,7 @@ WORKLOADS = {
         about="prompts of very different lengths",
         make=mixed_prompts,
         full=Size(requests=256, new_tokens=32, longest_prompt=2048),
-        quick=Size(requests=12, new_tokens=4, longest_prompt=256),
+        quick=Size(requests=8, new_tokens=4, longest_prompt=128),
         engines=("chairlift", "generate_batch", "padded", "openvino"),
         reference="chairlift",
     ),
