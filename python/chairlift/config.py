@@ -43,6 +43,10 @@ class ContinuousBatchingConfig:
         tenant_weights: Weights of tenants, 0.001 to 1000, with `fairness="tenant"`; the others weigh 1.
         cache_eviction: Which cached blocks go first when others need them: `lru`, those that were used the longest ago,
             or `lifo`, those that were cached last. One at a time, the tail of a sequence before its head.
+        packed_linears: Linear layers on the CPU compute with copies of their weights that were packed once, where torch
+            would pack in every call. None: those that this makes faster, as measured when the manager is made, if the
+            copies take at most a quarter of the free memory. True: all that can be packed; refused where none can.
+            False: none.
         use_async_batching: None or False here.
         use_cuda_graph: None or False here.
         q_padding_interval_size: 0 here.
@@ -106,6 +110,7 @@ class ContinuousBatchingConfig:
     cache_eviction: str = "lru"
     fairness: str | None = None
     tenant_weights: Mapping[str, float] | None = None
+    packed_linears: bool | None = None
 
     def __post_init__(self) -> None:
         """Settles the deprecated fields and checks the others."""
@@ -191,6 +196,8 @@ class ContinuousBatchingConfig:
         if self.cache_eviction not in EVICTION_ORDERS:
             known = " or ".join(map(repr, EVICTION_ORDERS))
             raise ValueError(f"cache_eviction is {self.cache_eviction!r}, but must be {known}")
+        if not isinstance(self.packed_linears, bool | None):
+            raise TypeError(f"packed_linears is {self.packed_linears!r}, but must be True, False or None")
         self._check_int("default_compile_level", 0, most=3)
         self._check_int("seed", 0, optional=True, most=2**64 - 1)
         self._check_part("max_memory_percent", optional=True, above_zero=True)

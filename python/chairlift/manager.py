@@ -17,10 +17,13 @@ from transformers.utils import logging
 from chairlift import _native
 from chairlift.attention.choice import choose_backend
 from chairlift.books import Books
-from chairlift.config import ContinuousBatchingConfig
+from chairlift.config import DEFAULT_MAX_BATCH_TOKENS, ContinuousBatchingConfig
 from chairlift.engine.cache import geometry_of
 from chairlift.engine.check import check_packed
 from chairlift.engine.fingerprint import Fingerprint, fingerprint
+from chairlift.engine.free_memory import free_memory_bytes
+from chairlift.engine.linear_calls import recorded_weights
+from chairlift.engine.linears import pack, plan_linears
 from chairlift.engine.loop import StopLevel, StopRequest, run_sync
 from chairlift.engine.modes import CallersModes
 from chairlift.engine.openmp import release_team
@@ -90,10 +93,26 @@ class ContinuousBatchingManager:
             {call.kind.dtype for call in self.facts.calls},
             auto_switch=config.auto_switch_to_flash,
         )
-        check_packed(model, self.facts, self.geometry, backend)
+        with recorded_weights() as used:
+            check_packed(model, self.facts, self.geometry, backend)
+        self._linear_plan = plan_linears(
+            model,
+            used,
+            wanted=config.packed_linears,
+            free_bytes=free_memory_bytes(),
+            max_rows=config.max_batch_tokens or DEFAULT_MAX_BATCH_TOKENS,
+        )
         hints = WorkloadHints.of(workload_hints)
         self.batch_cost = batch_cost(self.facts, backend, hints)
-        self.config = resolve(config, hints, self.facts, self.geometry, self.batch_cost, attention=backend.name)
+        self.config = resolve(
+            config,
+            hints,
+            self.facts,
+            self.geometry,
+            self.batch_cost,
+            attention=backend.name,
+            linears=self._linear_plan,
+        )
         self._session = Session(
             model,
             self.facts,
@@ -169,18 +188,22 @@ class ContinuousBatchingManager:
         self._thread.start()
 
     def _notice_weights(self, once: bool) -> None:
-        """What other weights computed is worth nothing: finds out whether the model's changed since the last start."""
+        """What other weights computed is worth nothing, nor are their packed copies: finds out whether the model's
+        changed since the last start."""
         first, self._was_started = not self._was_started, True
-        if not self.config.match_unit or (first and once):
-            return
-        try:
-            weights = fingerprint(self.model)
-        except TypeError as error:
-            logger.warning(f"The prefix cache starts empty each time the manager is started: {error}")
-            self._engine.new_epoch()
-            return
-        if not first and self._weights != weights:
-            self._engine.new_epoch()
+        weights = None
+        if (self.config.match_unit or self._linear_plan.least_rows) and not (first and once):
+            try:
+                weights = fingerprint(self.model)
+            except TypeError as error:
+                if self.config.match_unit:
+                    logger.warning(f"The prefix cache starts empty each time the manager is started: {error}")
+        if weights is None or weights != self._weights:
+            if self.config.match_unit and not first:
+                self._engine.new_epoch()
+            self._session.runner.linears = None  # gone before the new ones take their place
+        runner = self._session.runner
+        runner.linears = pack(self.model, self._linear_plan, runner.linears)
         self._weights = weights
 
     def reset_prefix_cache(self) -> None:
@@ -188,9 +211,16 @@ class ContinuousBatchingManager:
         computed before the call is shared with a request that is scheduled after it.
 
         Where the weights of a start are others than those of the last one this happens by itself. Weights that change
-        while the manager runs are noticed by nobody: call this right after the change.
+        while the manager runs are noticed by nobody: call this right after the change. It packs them anew, too, where
+        linear layers compute with packed copies of their weights.
         """
-        self._engine.new_epoch()
+        with self._control:
+            runner = self._session.runner
+            if runner.linears is not None:
+                runner.linears = None
+                runner.linears = pack(self.model, self._linear_plan)
+            self._weights = None  # the next start cannot tell whether these are they
+            self._engine.new_epoch()
 
     def stop(
         self,
@@ -244,6 +274,7 @@ class ContinuousBatchingManager:
             self.stop(hard_stop=True)
         with self._control:
             self._destroyed = True
+            self._session.runner.linears = None
             self._engine.close_inbox("the manager was destroyed")
             self._engine.fail_all("the manager was destroyed", time.perf_counter())
 
@@ -589,6 +620,7 @@ class ContinuousBatchingManager:
             "kinds": len({call.kind for call in facts.calls}),
             "groups": geometry.described(),
             "attention backend": config.attention,
+            "linear layers": self._linear_plan.described(),
             "page_size": config.page_size,
             "num_blocks": blocks,
             "prefix cache": f"shared by {config.match_unit} tokens, {config.cache_eviction}"
@@ -631,6 +663,7 @@ class ContinuousBatchingManager:
         except BaseException as error:
             logger.error("the loop died", exc_info=error)
             self.fatal_error = error
+            self._session.runner.linears = None  # no start will follow
             cause = f"the loop died: {type(error).__name__}: {error}"
             self._engine.reopen()  # the cause of a death comes before that of a stop
             self._engine.close_inbox(cause)

@@ -11,6 +11,7 @@ from chairlift.attention.choice import Backend
 from chairlift.attention.interface import forward_context
 from chairlift.engine.cache import CacheTensors
 from chairlift.engine.inputs import DeviceTables, Slot, StepInputs
+from chairlift.engine.linears import PackedLinears, packed_calls
 from chairlift.probe import Call, forward, forward_arguments, mask_stand_in, scale_of
 from chairlift.sampling.draw import choose
 
@@ -85,6 +86,7 @@ class Runner:
         self.backend = backend
         self.slots = slots
         self.return_logprobs = return_logprobs
+        self.linears: PackedLinears | None = None
         self._accepts = forward_arguments(model)
 
     def run(self, step: _native.Step) -> None:
@@ -105,7 +107,7 @@ class Runner:
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """[sampled, vocabulary]: the step's forward. Writes K and V of its tokens."""
         paged = PagedForward(self.calls, self.cache, self.backend, inputs)
-        with forward_context(paged):
+        with forward_context(paged), packed_calls(self.linears):
             logits = forward(self.model, self._accepts, inputs.input_ids, inputs.position_ids, inputs.logits_rows)
         paged.finish()
         return logits

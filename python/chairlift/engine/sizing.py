@@ -18,6 +18,7 @@ from chairlift.config import (
 )
 from chairlift.engine.cache import Geometry
 from chairlift.engine.free_memory import free_memory_bytes
+from chairlift.engine.linears import LinearPlan
 from chairlift.outputs import WorkloadHints
 from chairlift.probe import ModelFacts
 from chairlift.sampling.draw import scratch_bytes
@@ -65,6 +66,7 @@ def resolve(
     cost: BatchCost,
     *,
     attention: str,
+    linears: LinearPlan | None = None,
     free_bytes: int | None = None,
 ) -> ResolvedConfig:
     """Fills what a config leaves open.
@@ -79,13 +81,15 @@ def resolve(
         geometry: Its blocks.
         cost: What batches take.
         attention: The backend that was chosen.
+        linears: Which weights get packed copies, for which room is left.
         free_bytes: None: what is free now.
 
     Raises:
         ValueError: Not even one block fits, with the numbers and the way out.
     """
     percent = MEMORY_PERCENT_CPU if config.max_memory_percent is None else config.max_memory_percent
-    free = free_memory_bytes() if free_bytes is None else free_bytes
+    copies = 0 if linears is None else linears.num_bytes
+    free = (free_memory_bytes() if free_bytes is None else free_bytes) - copies
     budget = int(percent * free)
     wanted_requests = config.max_requests_per_batch or hints.num_requests or DEFAULT_MAX_REQUESTS
     max_batch_tokens = config.max_batch_tokens
@@ -107,6 +111,7 @@ def resolve(
                 f"{max_batch_tokens} tokens takes {_mib(batch)} and a block of {geometry.page_size} tokens "
                 f"{_mib(geometry.model_block_bytes)}. Lower max_batch_tokens, max_requests_per_batch or page_size, or "
                 "raise max_memory_percent"
+                + (f", or set packed_linears=False: packed weights would take {_mib(copies)} more" if copies else "")
             )
         num_blocks = min(fitting, _usable_blocks(hints, facts, geometry.page_size), _addressable(geometry))
     batch_bytes = cost.of(max_batch_tokens, max_requests)
@@ -125,6 +130,7 @@ def resolve(
         safety_margin=margin,
         seed=random_seed() if config.seed is None else config.seed,
         attention=attention,
+        packed_linears=copies > 0,
         swap_blocks=swap_blocks,
         match_unit=_match_unit(config),
     )

@@ -1,0 +1,370 @@
+"""Linear layers on a CPU, their weights packed once instead of in every call.
+
+Owns which weights are packed, whether that pays here, and the packed copies; never writes a weight. Which weights take
+part is learned from a forward, and whether packing pays is measured on this machine: it depends on the processor, on
+how torch was built, on the dtype and on the shape.
+
+The packing is oneDNN's. MKL's, the other one that torch carries, serves one number of rows and computes every other
+from the weight as it is; a step has any number of rows.
+"""
+
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from chairlift.engine.linear_calls import TORCHS_LINEAR, linear_context
+
+# A call with a smaller weight is over before the way to a packed one is.
+LEAST_ELEMENTS = 1 << 15
+# Rows of the measured calls: one sequence, some, a step of decodes, and one with prompts.
+MEASURED_ROWS = (1, 8, 64, 512)
+# Those whose times are told.
+TOLD_ROWS = 64
+# Multiplications of a measured call, at most, with as many rows as are told and with more.
+MOST_WORK, MOST_FURTHER_WORK = 1 << 31, 1 << 29
+# Calls are repeated for so long, and at least so often.
+MEASURED_S, LEAST_REPEATS = 0.01, 3
+# Packed calls must take at most this part of the time of torch's.
+WORTH_IT = 0.95
+# Part of the free memory that copies may take.
+MOST_MEMORY = 0.25
+# The largest difference from torch's result, relative to the largest element: of a result that is rounded once.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+# oneDNN packs in tiles; none that it uses is longer.
+_TILE = 64
+# Rows that the tiles are chosen for. With one row oneDNN takes others, which are slow with more.
+PACKED_FOR = 512
+# What oneDNN, and torch's cache in front of it, keep for each shape and number of rows (0.2 to 0.75 MiB measured).
+_KERNEL_BYTES = 3 << 18
+
+
+class PackedLinear:
+    """A weight of a linear layer with its packed copy. Called with the input of a layer, it gives the output."""
+
+    __slots__ = ("_address", "_dtype", "_least_rows", "_packed", "_version", "_weight")
+
+    def __init__(self, weight: torch.Tensor, least_rows: int = 1, packed: torch.Tensor | None = None) -> None:
+        """Packs a weight, or takes its packed copy. Inputs of fewer rows than `least_rows` will be torch's.
+
+        Raises:
+            RuntimeError: This torch cannot pack it on this machine.
+        """
+        self._weight = weakref.ref(weight)
+        self._dtype, self._least_rows = weight.dtype, least_rows
+        self._version, self._address = _version(weight), weight.data_ptr()
+        self._packed = _packed(weight) if packed is None else packed
+
+    def is_of(self, weight: torch.Tensor) -> bool:
+        """Whether this is the weight, and as it was when it was packed as far as can be told without reading it."""
+        return self._weight() is weight and self._version == _version(weight) and self._address == weight.data_ptr()
+
+    def moved_to(self, weight: torch.Tensor) -> "PackedLinear":
+        """The same copy for a weight of the same elements."""
+        return PackedLinear(weight, self._least_rows, self._packed)
+
+    def __call__(self, input: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., in] to [..., out]. An input that a packed weight cannot serve is torch's."""
+        weight = self._weight()
+        if type(input) is not torch.Tensor or input.dtype is not self._dtype or input.dim() < 2:
+            return TORCHS_LINEAR(input, weight, bias)
+        rows = input.numel() // input.shape[-1]
+        if rows < self._least_rows:
+            return TORCHS_LINEAR(input, weight, bias)
+        padding = padded_rows(rows) - rows
+        if not padding:
+            return _call(input, self._packed, bias)
+        flat = torch.constant_pad_nd(input.reshape(rows, input.shape[-1]), (0, 0, 0, padding))
+        out = _call(flat, self._packed, bias)[:rows]
+        return out.view(*input.shape[:-1], out.shape[-1])
+
+
+class PackedLinears:
+    """The packed copies of a model's weights."""
+
+    def __init__(self, by_name: Mapping[str, PackedLinear], weights: Mapping[str, torch.Tensor]) -> None:
+        """Copies and their weights, both by the weight's name in the model."""
+        self.by_name = by_name
+        self._by_id = {id(weights[name]): packed for name, packed in by_name.items()}
+
+    def find(self, weight: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] | None:
+        """What computes a linear layer with this very tensor as its weight, from the layer's input [..., in] and bias
+        to its output [..., out].
+
+        None: it is not packed, or was changed since. Changes that neither count as a version of the tensor nor move its
+        memory are not seen here.
+        """
+        packed = self._by_id.get(id(weight))
+        return packed if packed is not None and packed.is_of(weight) else None
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Answers this thread's linear calls with packed weights inside the block; those without, and those under
+        autocast or with gradients, are torch's."""
+
+        def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            packed = self.find(weight)
+            if packed is None or torch.is_autocast_enabled("cpu") or torch.is_grad_enabled():
+                return TORCHS_LINEAR(input, weight, bias)
+            return packed(input, bias)
+
+        return linear_context(linear)
+
+
+class LinearPlan(NamedTuple):
+    """Which weights of a model are to be packed, and what that takes and brings."""
+
+    least_rows: Mapping[str, int]  # by weight (one of its names), from how many rows on it is called packed
+    reason: str  # where nothing is to be packed, why
+    num_weights: int  # of the model's linear calls
+    part: float  # of the elements of these weights that are to be packed
+    copy_bytes: int  # at most
+    kernel_bytes: int  # at most
+    told_ms: tuple[float, float]  # one call of each that is to be packed, as measured: torch's, packed
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that packing takes, at most."""
+        return self.copy_bytes + self.kernel_bytes
+
+    def described(self) -> str:
+        """For people."""
+        if not self.least_rows:
+            return f"as torch computes them: {self.reason}"
+        before, after = self.told_ms
+        return (
+            f"{len(self.least_rows)} of {self.num_weights} weights ({self.part:.0%} of the elements) packed by oneDNN, "
+            f"{TOLD_ROWS} rows in {after:,.1f} ms instead of {before:,.1f}; copies {self.copy_bytes / 2**20:,.1f} MiB, "
+            f"kernels at most {self.kernel_bytes / 2**20:,.1f} MiB"
+        )
+
+
+def plan_linears(
+    model: torch.nn.Module,
+    used: Mapping[int, torch.Tensor],
+    *,
+    wanted: bool | None,
+    free_bytes: int,
+    max_rows: int,
+) -> LinearPlan:
+    """Decides which weights are packed.
+
+    Args:
+        model: The model.
+        used: The weights of its linear calls, by `id`.
+        wanted: None: those that packing makes faster, as measured. True: all that can be packed. False: none.
+        free_bytes: What is free for copies and all else.
+        max_rows: Rows of a step, at most.
+
+    Raises:
+        ValueError: `wanted`, and it cannot be had; why.
+    """
+    names = _names(model, used)
+    if wanted is False:
+        return _nothing(names, "packed_linears is False")
+    if torch.is_autocast_enabled("cpu"):
+        return _refused(names, "autocast is on, under which weights are cast in every call", wanted)
+    of_shape: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
+    for name, weight in names.items():
+        if _can_be_packed(weight) and (wanted or weight.numel() >= LEAST_ELEMENTS):
+            of_shape.setdefault((weight.shape, weight.dtype), []).append(name)
+    if not of_shape:
+        few = f"of {LEAST_ELEMENTS:,} elements or more " if wanted is None else ""
+        return _refused(names, f"no linear call has a plain weight {few}in fp32, bf16 or fp16 on the CPU", wanted)
+    chosen: dict[str, int] = {}
+    before, after, reasons = 0.0, 0.0, []
+    for alike in of_shape.values():
+        try:
+            measured = _measured(names[alike[0]])
+        except (RuntimeError, AttributeError) as error:
+            reasons.append(str(error).partition("\n")[0])
+            continue
+        least_rows = measured.worth_it_from()
+        if least_rows is not None or wanted:
+            chosen |= dict.fromkeys(alike, least_rows or 1)
+            before += measured.before_ms[measured.told] * len(alike)
+            after += measured.after_ms[measured.told] * len(alike)
+        else:
+            reasons.append("packed weights were not faster here")
+    if not chosen:
+        return _refused(names, reasons[0], wanted)
+    shapes = {(names[name].shape, names[name].dtype) for name in chosen}
+    copy_bytes = sum(_copy_bytes(names[name]) for name in chosen)
+    if copy_bytes > MOST_MEMORY * free_bytes:
+        reason = (
+            f"the copies would take {copy_bytes / 2**20:,.1f} MiB, but at most {MOST_MEMORY:.0%} of the free "
+            f"{free_bytes / 2**20:,.1f} MiB may be"
+        )
+        return _refused(names, reason, wanted)
+    part = sum(names[name].numel() for name in chosen) / sum(weight.numel() for weight in names.values())
+    row_counts = len({padded_rows(rows) for rows in range(1, max_rows + 1)})
+    kernel_bytes = len(shapes) * row_counts * _KERNEL_BYTES
+    return LinearPlan(chosen, "", len(names), part, copy_bytes, kernel_bytes, (before, after))
+
+
+def pack(model: torch.nn.Module, plan: LinearPlan, kept: PackedLinears | None = None) -> PackedLinears | None:
+    """Packs the weights of a plan as they are now.
+
+    Args:
+        model: The model.
+        plan: Its plan.
+        kept: Copies of weights that did not change since; what has one is not packed again.
+
+    Returns:
+        None where the plan is to pack nothing.
+    """
+    by_name: dict[str, PackedLinear] = {}
+    weights: dict[str, torch.Tensor] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, least_rows in plan.least_rows.items():
+            weight = parameters.get(name)
+            # A weight that is gone or became something else is torch's.
+            if weight is None or not _can_be_packed(weight):
+                continue
+            old = None if kept is None else kept.by_name.get(name)
+            by_name[name] = PackedLinear(weight, least_rows) if old is None else old.moved_to(weight)
+            weights[name] = weight
+    return PackedLinears(by_name, weights) if by_name else None
+
+
+def packed_calls(linears: PackedLinears | None) -> AbstractContextManager[None]:
+    """The context of a forward with packed linear layers, or with none."""
+    return nullcontext() if linears is None else linears.entered()
+
+
+def padded_rows(rows: int) -> int:
+    """Rows that a packed call computes for so many: at most an eighth more.
+
+    oneDNN makes and keeps a kernel for each number of rows it meets (some ms, and some hundred KiB), and a step may
+    have any. Rounded up to three binary digits after the first there are eight numbers for each doubling.
+    """
+    granule = 1 << max(0, rows.bit_length() - 4)
+    return -(-rows // granule) * granule
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Times of calls by their number of rows, rising."""
+
+    before_ms: Mapping[int, float]  # torch's
+    after_ms: Mapping[int, float]  # packed
+
+    @property
+    def told(self) -> int:
+        """The number of rows whose times are told."""
+        return max(rows for rows in self.before_ms if rows <= TOLD_ROWS)
+
+    def worth_it_from(self) -> int | None:
+        """The least of the measured numbers of rows from which on packing pays."""
+        ratios = {rows: self.after_ms[rows] / before for rows, before in self.before_ms.items()}
+        for least, ratio in ratios.items():
+            from_here = [other for rows, other in ratios.items() if rows >= least]
+            if ratio < 1 and sum(from_here) / len(from_here) <= WORTH_IT:
+                return least
+        return None
+
+
+def _measured(weight: torch.Tensor) -> _Measured:
+    """Packs a weight, holds the result against torch's, and takes the time of both.
+
+    Raises:
+        RuntimeError: It cannot be packed here, or the result is wrong.
+    """
+    out_size, in_size = weight.shape
+    counts = sorted(
+        {
+            max(1, min(rows, (MOST_WORK if rows <= TOLD_ROWS else MOST_FURTHER_WORK) // weight.numel()))
+            for rows in MEASURED_ROWS
+        }
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cpu").to(weight.dtype)
+
+    with torch.no_grad():
+        packed = PackedLinear(weight)
+        # 17 rows are padded.
+        for rows, bias in ((17, random(out_size)), (8, None)):
+            _check(packed, random(rows, in_size), weight, bias)
+        best = {rows: _best_ms(random(rows, in_size), weight, packed) for rows in counts}
+    return _Measured({n: before for n, (before, _) in best.items()}, {n: after for n, (_, after) in best.items()})
+
+
+def _check(packed: PackedLinear, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    expected = TORCHS_LINEAR(input, weight, bias).double()
+    difference = float((packed(input, bias).double() - expected).abs().max())
+    largest = float(expected.abs().max())
+    if not difference <= _TOLERANCE[weight.dtype] * largest:
+        raise RuntimeError(f"packed weights gave results that differ by {difference:.3g} of {largest:.3g}")
+
+
+def _best_ms(input: torch.Tensor, weight: torch.Tensor, packed: PackedLinear) -> tuple[float, float]:
+    """The shortest times of torch and of the packed weight, in turns, so that what else the machine does meets both."""
+    linears = PackedLinears({"weight": packed}, {"weight": weight})
+    torchs: list[float] = []
+    ours: list[float] = []
+    end = time.perf_counter() + MEASURED_S
+    while time.perf_counter() < end or len(ours) < LEAST_REPEATS:
+        start = time.perf_counter()
+        torch.nn.functional.linear(input, weight)
+        torchs.append(time.perf_counter() - start)
+        with linears.entered():
+            start = time.perf_counter()
+            torch.nn.functional.linear(input, weight)
+            ours.append(time.perf_counter() - start)
+    return 1000 * min(torchs), 1000 * min(ours)
+
+
+def _names(model: torch.nn.Module, used: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters among those weights, each by one of its names."""
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in used}
+
+
+def _can_be_packed(weight: torch.Tensor) -> bool:
+    """Whether it is a plain matrix in the host's memory: no subclass, nothing quantised, sparse or made on demand."""
+    return (
+        type(weight) in (torch.nn.Parameter, torch.Tensor)
+        and weight.device.type == "cpu"
+        and weight.layout is torch.strided
+        and weight.dtype in _TOLERANCE
+        and not weight.is_nested
+        and weight.dim() == 2
+        and weight.numel() > 0
+    )
+
+
+def _packed(weight: torch.Tensor) -> torch.Tensor:
+    if not (torch._C._has_mkldnn and torch._C._get_mkldnn_enabled()):
+        raise RuntimeError("oneDNN is not part of this torch, or was switched off")
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), PACKED_FOR)
+    return packed
+
+
+def _call(input: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(input, packed, bias, "none", [], "")
+    return out
+
+
+def _version(weight: torch.Tensor) -> int:
+    # Tensors made in inference mode do not count.
+    return 0 if weight.is_inference() else weight._version
+
+
+def _copy_bytes(weight: torch.Tensor) -> int:
+    out_size, in_size = (-(-size // _TILE) * _TILE for size in weight.shape)
+    return out_size * in_size * weight.element_size()
+
+
+def _nothing(names: Mapping[str, torch.Tensor], reason: str) -> LinearPlan:
+    return LinearPlan({}, reason, len(names), 0.0, 0, 0, (0.0, 0.0))
+
+
+def _refused(names: Mapping[str, torch.Tensor], reason: str, wanted: bool | None) -> LinearPlan:
+    if wanted:
+        raise ValueError(f"packed_linears=True cannot be had: {reason}. Set it to None (packed where it pays) or False")
+    return _nothing(names, reason)
