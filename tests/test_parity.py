@@ -264,7 +264,9 @@ def test_attention_with_a_softcap_in_slices_is_attention() -> None:
                 out = torch.full((30, 4, 8), float("nan"))
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(sdpa, "SCORES", scores)
-                    sdpa._Form(0.3, softcap, None, reach, written_out=False).prefill(query, key, value, range(40, 70), 0, out)
+                    sdpa._Form(0.3, softcap, None, reach, written_out=False).prefill(
+                        query, key, value, range(40, 70), 0, out
+                    )
                 assert torch.allclose(out, expected[0].transpose(0, 1), atol=1e-5)
 
 

@@ -47,6 +47,8 @@ class ContinuousBatchingConfig:
             would pack in every call. None: those that this makes faster, as measured when the manager is made, if the
             copies take at most a quarter of the free memory. True: all that can be packed; refused where none can.
             False: none.
+        replay_forward: Record the model's forward while it serves, and run what was recorded in place of the model's
+            Python. None: where that can be. True: and a warning says why, where it cannot. False: never.
         use_async_batching: None or False here.
         use_cuda_graph: None or False here.
         q_padding_interval_size: 0 here.
@@ -111,6 +113,7 @@ class ContinuousBatchingConfig:
     fairness: str | None = None
     tenant_weights: Mapping[str, float] | None = None
     packed_linears: bool | None = None
+    replay_forward: bool | None = None
 
     def __post_init__(self) -> None:
         """Settles the deprecated fields and checks the others."""
@@ -212,6 +215,8 @@ class ContinuousBatchingConfig:
         if self.scheduler_type not in SAFETY_MARGINS:
             known = " or ".join(map(repr, SAFETY_MARGINS))
             raise ValueError(f"scheduler_type is {self.scheduler_type!r}, but must be {known}")
+        if self.replay_forward is not None and not isinstance(self.replay_forward, bool):
+            raise TypeError(f"replay_forward is {self.replay_forward!r}, but must be True, False or None")
         self._check_fairness()
         self._refuse_unserved()
 

@@ -130,6 +130,7 @@ class ContinuousBatchingManager:
             cache_eviction=self.config.cache_eviction,
             swap_blocks=self.config.swap_blocks,
             tenant_weights=(self.config.tenant_weights or {}) if self.config.fairness else None,
+            replay_forward=self.config.replay_forward,
         )
         self._engine = self._session.engine
         self._modes = CallersModes()
@@ -180,6 +181,7 @@ class ContinuousBatchingManager:
 
     def _launch(self, once: bool) -> None:
         self._notice_weights(once)
+        self._session.forward.forget()
         self._stop_request = StopRequest()
         self._engine.reopen()
         _running.add(self)
@@ -621,6 +623,7 @@ class ContinuousBatchingManager:
             "groups": geometry.described(),
             "attention backend": config.attention,
             "linear layers": self._linear_plan.described(),
+            "forward": self._session.forward.describe(),
             "page_size": config.page_size,
             "num_blocks": blocks,
             "prefix cache": f"shared by {config.match_unit} tokens, {config.cache_eviction}"

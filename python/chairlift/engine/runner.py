@@ -4,15 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from chairlift import _native
 from chairlift.attention.choice import Backend
-from chairlift.attention.interface import forward_context
 from chairlift.engine.cache import CacheTensors
 from chairlift.engine.inputs import DeviceTables, Slot, StepInputs
-from chairlift.engine.linears import PackedLinears, packed_calls
-from chairlift.probe import Call, forward, forward_arguments, mask_stand_in, scale_of
+from chairlift.engine.linears import PackedLinears
+from chairlift.engine.replay.forward import RecordedForward
+from chairlift.probe import Call, mask_stand_in, scale_of
 from chairlift.sampling.draw import choose
 
 
@@ -70,7 +69,7 @@ class Runner:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        forward: RecordedForward,
         calls: Sequence[Call],
         cache: CacheTensors,
         tables: DeviceTables,
@@ -79,15 +78,22 @@ class Runner:
         *,
         return_logprobs: bool,
     ) -> None:
-        self.model = model
+        self.forward = forward
         self.calls = calls
         self.cache = cache
         self.tables = tables
         self.backend = backend
         self.slots = slots
         self.return_logprobs = return_logprobs
-        self.linears: PackedLinears | None = None
-        self._accepts = forward_arguments(model)
+
+    @property
+    def linears(self) -> PackedLinears | None:
+        """What computes the linear layers that it can."""
+        return self.forward.linears
+
+    @linears.setter
+    def linears(self, linears: PackedLinears | None) -> None:
+        self.forward.use_linears(linears)
 
     def run(self, step: _native.Step) -> None:
         """Computes a step, and puts its tokens (and logprobs) into the slot's buffers."""
@@ -106,8 +112,7 @@ class Runner:
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """[sampled, vocabulary]: the step's forward. Writes K and V of its tokens."""
-        paged = PagedForward(self.calls, self.cache, self.backend, inputs)
-        with forward_context(paged), packed_calls(self.linears):
-            logits = forward(self.model, self._accepts, inputs.input_ids, inputs.position_ids, inputs.logits_rows)
-        paged.finish()
-        return logits
+        return self.forward(
+            lambda: PagedForward(self.calls, self.cache, self.backend, inputs),
+            (inputs.input_ids, inputs.position_ids, inputs.logits_rows),
+        )

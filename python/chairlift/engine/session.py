@@ -8,6 +8,7 @@ from chairlift import _native
 from chairlift.attention.choice import Backend
 from chairlift.engine.cache import CacheTensors, Geometry
 from chairlift.engine.inputs import DeviceTables, Slot
+from chairlift.engine.replay.forward import RecordedForward
 from chairlift.engine.runner import Runner
 from chairlift.probe import ModelFacts
 
@@ -36,6 +37,7 @@ class Session:
         cache_eviction: str = "lru",
         swap_blocks: int = 0,
         tenant_weights: Mapping[str, float] | None = None,
+        replay_forward: bool | None = False,
     ) -> None:
         """Allocates pool and buffers. All sizes as in `ContinuousBatchingConfig`, resolved."""
         self.engine = _native.Engine(
@@ -72,6 +74,7 @@ class Session:
         self.slots = [Slot(self.engine.arena_capacity, max_requests_per_batch, device) for _ in range(NUM_SLOTS)]
         for index, slot in enumerate(self.slots):
             self.engine.bind_slot(index, slot.arena.numpy(), slot.tokens.numpy(), slot.logprobs.numpy())
+        self.forward = RecordedForward(model, facts, replay=replay_forward)
         self.runner = Runner(
-            model, facts.calls, self.cache, self.tables, backend, self.slots, return_logprobs=return_logprobs
+            self.forward, facts.calls, self.cache, self.tables, backend, self.slots, return_logprobs=return_logprobs
         )

@@ -1,0 +1,235 @@
+"""Recordings that agree, written out as one Python function without the model: what a replayed step runs."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from chairlift.engine.replay.agreement import Agreement, Law
+from chairlift.engine.replay.calls import NUMBER, TENSOR, Call, Pattern, attend, count_numbers, mask
+from chairlift.engine.replay.recorder import NUM_INPUTS
+
+Linear = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+class Linears(Protocol):
+    """Linear layers computed in another way than torch's."""
+
+    def find(self, weight: torch.Tensor) -> Linear | None:
+        """What computes the linear layer of that very weight, where something does."""
+        ...
+
+
+@dataclass(frozen=True)
+class LinearGroup:
+    """Linear layers of the same input.
+
+    Attributes:
+        input: The value.
+        calls: Their places in the program.
+    """
+
+    input: int
+    calls: tuple[int, ...]
+
+
+@dataclass
+class Program:
+    """A forward to be run.
+
+    Attributes:
+        run: `(attend, mask, input_ids, position_ids, logits_rows) -> logits`; the first two answer the model's
+            attention calls and its requests for masks.
+        num_calls: Calls that it makes.
+        version: Of the agreement, when it was written.
+        linear_groups: Linear layers that could be one product.
+        source: What it runs.
+        checked: Whether its logits were compared with the model's.
+    """
+
+    run: Callable[..., torch.Tensor]
+    num_calls: int
+    version: int
+    linear_groups: list[LinearGroup]
+    source: str
+    checked: bool = False
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A call with the laws of its numbers."""
+
+    call: Call
+    laws: tuple[Law, ...]  # of its arguments
+
+
+def write_program(agreement: Agreement, linears: Linears | None = None) -> Program:
+    """The program of recordings that agree.
+
+    Args:
+        agreement: What was recorded.
+        linears: Computes linear layers where it can.
+    """
+    instructions, output = _without_idle_calls(_with_laws(agreement), agreement)
+    instructions = _needed(instructions, output)
+    writer = _Writer(agreement.constants, linears)
+    source = writer.write(instructions, output)
+    exec(compile(source, "<recorded forward>", "exec"), writer.scope)
+    groups = _linear_groups(instructions)
+    return Program(writer.scope["forward"], len(instructions), agreement.version, groups, source)
+
+
+def _with_laws(agreement: Agreement) -> list[Instruction]:
+    laws = agreement.laws()
+    instructions, start = [], 0
+    for call in agreement.calls:
+        of_arguments = laws[start : start + count_numbers(call.pattern)]
+        instructions.append(Instruction(call, tuple(of_arguments)))
+        start += call.num_numbers
+    return instructions
+
+
+def _without_idle_calls(instructions: Sequence[Instruction], agreement: Agreement) -> tuple[list[Instruction], int]:
+    """Without calls that only gave back an argument, as a cast does to what has the dtype; and the output's value."""
+    same: dict[int, int] = {}
+    kept = []
+    for instruction in instructions:
+        call = instruction.call
+        given_back = agreement.unchanged.get(call.results[0] or 0) if len(call.results) == 1 else None
+        if given_back is not None and not call.writes:
+            same[call.results[0] or 0] = same.get(given_back, given_back)
+        else:
+            values = tuple(same.get(value, value) for value in call.values)
+            kept.append(replace(instruction, call=replace(call, values=values)))
+    return kept, same.get(agreement.output, agreement.output)
+
+
+def _needed(instructions: Sequence[Instruction], output: int) -> list[Instruction]:
+    """Without calls that change nothing and whose results nobody uses."""
+    needed = {output}
+    kept = []
+    for instruction in reversed(instructions):
+        call = instruction.call
+        if call.writes or call.func is attend or needed.intersection(call.results):
+            needed.update(call.values)
+            kept.append(instruction)
+    return kept[::-1]
+
+
+def _linear_groups(instructions: Sequence[Instruction]) -> list[LinearGroup]:
+    of_input: dict[int, list[int]] = {}
+    for index, instruction in enumerate(instructions):
+        if instruction.call.func is torch.nn.functional.linear:
+            of_input.setdefault(instruction.call.values[0], []).append(index)
+    return [LinearGroup(value, tuple(calls)) for value, calls in of_input.items() if len(calls) > 1]
+
+
+class _Writer:
+    """Writes instructions as the source of a function, and gathers what it refers to."""
+
+    def __init__(self, constants: Mapping[int, torch.Tensor], linears: Linears | None) -> None:
+        self.scope: dict[str, Any] = {}
+        self._constants = constants
+        self._linears = linears
+        self._names: dict[tuple[str, Any], str] = {}  # of what the scope has
+        self._laws: dict[Law, str] = {}  # numbers that the function computes first
+
+    def write(self, instructions: Sequence[Instruction], output: int) -> str:
+        """The source of `forward`."""
+        last_use = {value: n for n, instruction in enumerate(instructions) for value in instruction.call.values}
+        last_use[output] = len(instructions)
+        lines = []
+        for n, instruction in enumerate(instructions):
+            call = instruction.call
+            lines.append(self._line(instruction))
+            # What nobody reads any more is freed where it dies.
+            values = {*call.values, *(result for result in call.results if result is not None)}
+            dead = [value for value in sorted(values - self._constants.keys()) if last_use.get(value, n) == n]
+            if dead:
+                lines.append("del " + ", ".join(map(self._value, dead)))
+        lines.append(f"return {self._value(output)}")
+        inputs = ", ".join(f"v{value}" for value in range(NUM_INPUTS))
+        sizes = ["tokens, sampled = v0.shape[1], v2.shape[0]"] if self._laws else []
+        numbers = [f"{name} = {_formula(law)}" for law, name in self._laws.items()]
+        body = "\n    ".join([*sizes, *numbers, *lines])
+        return f"def forward(attend, mask, {inputs}):\n    {body}\n"
+
+    def _line(self, instruction: Instruction) -> str:
+        call = instruction.call
+        values, laws = iter(call.values), iter(instruction.laws)
+        _, args, kwargs = call.pattern
+        given = [self._argument(item, values, laws) for item in args[1:]]
+        given += [f"{name}={self._argument(item, values, laws)}" for name, item in kwargs[1:]]
+        text = f"{self._function(call)}({', '.join(given)})"
+        if not call.results:
+            return text
+        names = ["_" if result is None else self._value(result) for result in call.results]
+        return f"{', '.join(names)}{',' if call.several else ''} = {text}"
+
+    def _function(self, call: Call) -> str:
+        if call.func is attend or call.func is mask:
+            return call.func.__name__
+        if call.func is torch.nn.functional.linear and self._linears is not None:
+            weight = self._constants.get(call.values[1])
+            linear = None if weight is None or not _is_plain_linear(call) else self._linears.find(weight)
+            if linear is not None:
+                return self._object("linear", linear)
+        return self._object("f", call.func)
+
+    def _value(self, value: int) -> str:
+        if value in self._constants:
+            return self._object("c", self._constants[value])
+        return f"v{value}"
+
+    def _number(self, law: Law) -> str:
+        a, c, b, divisor = law
+        if a == c == 0 and divisor == 1:
+            return str(b)
+        return self._laws.setdefault(law, f"n{len(self._laws)}")
+
+    def _argument(self, pattern: Pattern, values: Iterator[int], laws: Iterator[Law]) -> str:
+        kind = pattern[0]
+        if pattern == TENSOR:
+            return self._value(next(values))
+        if pattern == NUMBER:
+            return self._number(next(laws))
+        if kind == "float":
+            return self._object("x", float.fromhex(pattern[1]))
+        if kind == "plain":
+            return repr(pattern[2]) if pattern[2] in (None, True, False) else self._object("x", pattern[2])
+        if kind == "dict":
+            items = [f"{key!r}: {self._argument(item, values, laws)}" for key, item in pattern[1:]]
+            return f"{{{', '.join(items)}}}"
+        items = [self._argument(item, values, laws) for item in pattern[1:]]
+        match kind:
+            case "list":
+                return f"[{', '.join(items)}]"
+            case "slice":
+                text = f"slice({', '.join(items)})"
+                fixed = all(item == "None" or item.lstrip("-").isdigit() for item in items)
+                return self._object("s", text, slice(*map(_literal, items))) if fixed else text
+        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+
+    def _object(self, prefix: str, key: Any, stands_for: Any = None) -> str:
+        """The name of an object in the function's scope."""
+        known = (prefix, key if isinstance(key, str) else id(key))
+        if known not in self._names:
+            self._names[known] = f"{prefix}{len(self._names)}"
+            self.scope[self._names[known]] = key if stands_for is None else stands_for
+        return self._names[known]
+
+
+def _is_plain_linear(call: Call) -> bool:
+    """Whether nothing is passed by name."""
+    return bool(call.pattern[2] == ("dict",))
+
+
+def _formula(law: Law) -> str:
+    a, c, b, divisor = law
+    text = f"{a} * tokens + {c} * sampled + {b}"
+    return text if divisor == 1 else f"({text}) // {divisor}"
+
+
+def _literal(text: str) -> int | None:
+    return None if text == "None" else int(text)
