@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from chairlift.attention.interface import AttentionStep
@@ -128,7 +128,9 @@ class Recorder(TorchFunctionMode):
         """What happens inside the block is not the model's."""
         outer, self._paused = self._paused, True
         try:
-            yield
+            # Even a mode that only looks on costs every operator as much as many of them take.
+            with _disable_current_modes():
+                yield
         finally:
             self._paused = outer
 
