@@ -37,7 +37,7 @@ _METADATA: set[Any] = {
 # Gradients are off in a step, and stay off.
 _WITHOUT_EFFECT: set[Any] = {torch._C._set_grad_enabled}
 _TAGS = {
-    torch.Tag.data_dependent_output: "its Python looks at computed values ({})",
+    torch.Tag.data_dependent_output: "what it does depends on computed values ({})",
     torch.Tag.dynamic_output_shape: "the shape of a result depends on computed values ({})",
     torch.Tag.nondeterministic_seeded: "it draws random numbers ({})",
 }
@@ -209,7 +209,7 @@ class Recorder(TorchFunctionMode):
         if result is None and writes:
             items = []
         elif any(not isinstance(item, torch.Tensor | None) for item in items) or all(item is None for item in items):
-            self.refuse(f"its Python looks at computed values ({name_of(func)})")
+            self.refuse(f"what it does depends on computed values ({name_of(func)})")
             return
         recording, memories = self.recording, [_memory(tensor) for tensor in tensors]
         recording.numbers += numbers
