@@ -41,6 +41,10 @@ impl PagedAttention {
             None => Isa::best(),
             Some(name) => name.parse().map_err(|error| PyValueError::new_err(format!("{error}")))?,
         };
+        let team = match team {
+            None => Team::of_process(),
+            Some(name) => name.parse().map_err(|error| PyValueError::new_err(format!("{error}")))?,
+        };
         let inner = chairlift_kernels::attention::PagedAttention::new(page_size, &reaches, isa, team)
             .map_err(to_python)?;
         Ok(Self { inner, threads: num_threads.max(1) })

@@ -161,7 +161,10 @@ class _Writer:
         _, args, kwargs = call.pattern
         given = [self._argument(item, values, laws) for item in args[1:]]
         given += [f"{name}={self._argument(item, values, laws)}" for name, item in kwargs[1:]]
-        text = f"{self._function(call)}({', '.join(given)})"
+        linear = self._linear(call)
+        if linear is not None:
+            del given[1]  # the weight, which it holds
+        text = f"{linear or self._function(call)}({', '.join(given)})"
         if not call.results:
             return text
         names = ["_" if result is None else self._value(result) for result in call.results]
@@ -170,12 +173,15 @@ class _Writer:
     def _function(self, call: Call) -> str:
         if call.func is attend or call.func is mask:
             return call.func.__name__
-        if call.func is torch.nn.functional.linear and self._linears is not None:
-            weight = self._constants.get(call.values[1])
-            linear = None if weight is None or not _is_plain_linear(call) else self._linears.find(weight)
-            if linear is not None:
-                return self._object("linear", linear)
         return self._object("f", call.func)
+
+    def _linear(self, call: Call) -> str | None:
+        """What computes a linear layer in another way than torch, where something does."""
+        if call.func is not torch.nn.functional.linear or self._linears is None or not _is_plain_linear(call):
+            return None
+        weight = self._constants.get(call.values[1])
+        linear = None if weight is None else self._linears.find(weight)
+        return None if linear is None else self._object("linear", linear)
 
     def _value(self, value: int) -> str:
         if value in self._constants:
