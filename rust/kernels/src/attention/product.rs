@@ -20,47 +20,47 @@ pub(crate) struct Product {
     pub columns: usize,
 }
 
-/// Adds the product to `out`.
+/// Writes the product to `out`, or adds it to what is there.
 ///
 /// # Safety
 /// The machine must have the instructions of `S`; the pointers must be valid for what the sizes say.
 #[inline(always)]
-pub(crate) unsafe fn add<S: Simd>(product: Product) {
+pub(crate) unsafe fn write<S: Simd, const ADDS: bool>(product: Product) {
     let mut column = 0;
     // SAFETY: blocks within the sizes.
     unsafe {
         if S::WIDE_FILE {
             while column + 4 * S::LANES <= product.columns {
-                add_columns::<S, 4>(product, column);
+                write_columns::<S, 4, ADDS>(product, column);
                 column += 4 * S::LANES;
             }
         }
         while column + 2 * S::LANES <= product.columns {
-            add_columns::<S, 2>(product, column);
+            write_columns::<S, 2, ADDS>(product, column);
             column += 2 * S::LANES;
         }
         if column < product.columns {
-            add_columns::<S, 1>(product, column);
+            write_columns::<S, 1, ADDS>(product, column);
         }
     }
 }
 
 /// `VECTORS` vectors of columns.
 #[inline(always)]
-unsafe fn add_columns<S: Simd, const VECTORS: usize>(product: Product, column: usize) {
+unsafe fn write_columns<S: Simd, const VECTORS: usize, const ADDS: bool>(product: Product, column: usize) {
     // SAFETY: within the sizes.
     unsafe {
         let mut row = 0;
         while row + 6 <= product.rows {
-            add_block::<S, 6, VECTORS>(product, row, column);
+            write_block::<S, 6, VECTORS, ADDS>(product, row, column);
             row += 6;
         }
         match product.rows - row {
-            1 => add_block::<S, 1, VECTORS>(product, row, column),
-            2 => add_block::<S, 2, VECTORS>(product, row, column),
-            3 => add_block::<S, 3, VECTORS>(product, row, column),
-            4 => add_block::<S, 4, VECTORS>(product, row, column),
-            5 => add_block::<S, 5, VECTORS>(product, row, column),
+            1 => write_block::<S, 1, VECTORS, ADDS>(product, row, column),
+            2 => write_block::<S, 2, VECTORS, ADDS>(product, row, column),
+            3 => write_block::<S, 3, VECTORS, ADDS>(product, row, column),
+            4 => write_block::<S, 4, VECTORS, ADDS>(product, row, column),
+            5 => write_block::<S, 5, VECTORS, ADDS>(product, row, column),
             _ => {}
         }
     }
@@ -68,7 +68,7 @@ unsafe fn add_columns<S: Simd, const VECTORS: usize>(product: Product, column: u
 
 /// `ROWS` rows of `VECTORS` vectors, whose sums stay in registers.
 #[inline(always)]
-unsafe fn add_block<S: Simd, const ROWS: usize, const VECTORS: usize>(
+unsafe fn write_block<S: Simd, const ROWS: usize, const VECTORS: usize, const ADDS: bool>(
     product: Product,
     row: usize,
     column: usize,
@@ -79,7 +79,7 @@ unsafe fn add_block<S: Simd, const ROWS: usize, const VECTORS: usize>(
         let right = product.right.add(column);
         let out = product.out.add(row * product.out_stride + column);
         let mut sums = [[S::splat(0.0); VECTORS]; ROWS];
-        for (row, sums) in sums.iter_mut().enumerate() {
+        for (row, sums) in sums.iter_mut().enumerate().filter(|_| ADDS) {
             for (vector, sum) in sums.iter_mut().enumerate() {
                 *sum = S::load(out.add(row * product.out_stride + vector * S::LANES));
             }

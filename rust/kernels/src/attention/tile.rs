@@ -7,6 +7,9 @@ use super::softmax::{scale_row, weigh};
 use crate::element::Element;
 use crate::simd::Simd;
 
+/// Rows whose scores are there at once, in the nearest cache: some blocks of a product.
+const ROWS: usize = 24;
+
 impl<E: Element> Attend<'_, E> {
     /// The heads of one group of a piece.
     ///
@@ -27,7 +30,7 @@ impl<E: Element> Attend<'_, E> {
             for (row, to) in (0..rows).map(|row| (row, queries.add(row * width))) {
                 self.load_row::<S>(self.query(tokens[row / group], head + row % group), size, to);
             }
-            let scores = scratch.scores(rows * KEYS);
+            let scores = scratch.scores(ROWS * KEYS);
             let sums = scratch.sums(rows * width_v);
             let running = scratch.running(rows);
             let keys = scratch.keys(size * KEYS);
@@ -52,40 +55,45 @@ impl<E: Element> Attend<'_, E> {
                     continue;
                 }
                 self.unpack::<S>(piece.row, start..end, kv_head, keys, staging, values);
-                let of_scores = scores.add(seeing.start * KEYS);
-                std::slice::from_raw_parts_mut(of_scores, seeing.len() * KEYS).fill(0.0);
-                product::add::<S>(Product {
-                    left: queries.add(seeing.start * width),
-                    left_stride: width,
-                    right: keys,
-                    right_stride: KEYS,
-                    out: of_scores,
-                    out_stride: KEYS,
-                    rows: seeing.len(),
-                    depth: size,
-                    columns: (end - start).next_multiple_of(S::LANES),
-                });
-                for row in seeing.clone() {
-                    let seen = seen(row / group);
-                    let visible = seen.start.clamp(start, end) - start..seen.end.clamp(start, end) - start;
-                    let scores = scores.add(row * KEYS);
-                    let running = &mut *running.add(row);
-                    let factor = weigh::<S>(scores, end - start, visible, self.call.form, running);
-                    if factor != 1.0 {
-                        scale_row::<S>(sums.add(row * width_v), width_v, factor);
+                for rows in
+                    (seeing.start..seeing.end).step_by(ROWS).map(|row| row..seeing.end.min(row + ROWS))
+                {
+                    // Along the diagonal the first rows see few of the keys.
+                    let count = seen((rows.end - 1) / group).end.clamp(start, end) - start;
+                    product::write::<S, false>(Product {
+                        left: queries.add(rows.start * width),
+                        left_stride: width,
+                        right: keys,
+                        right_stride: KEYS,
+                        out: scores,
+                        out_stride: KEYS,
+                        rows: rows.len(),
+                        depth: size,
+                        columns: count.next_multiple_of(S::LANES),
+                    });
+                    for row in rows.clone() {
+                        let seen = seen(row / group);
+                        let visible =
+                            seen.start.clamp(start, end) - start..seen.end.clamp(start, end) - start;
+                        let scores = scores.add((row - rows.start) * KEYS);
+                        let factor =
+                            weigh::<S>(scores, count, visible, self.call.form, &mut *running.add(row));
+                        if factor != 1.0 {
+                            scale_row::<S>(sums.add(row * width_v), width_v, factor);
+                        }
                     }
+                    product::write::<S, true>(Product {
+                        left: scores,
+                        left_stride: KEYS,
+                        right: values,
+                        right_stride: width_v,
+                        out: sums.add(rows.start * width_v),
+                        out_stride: width_v,
+                        rows: rows.len(),
+                        depth: count,
+                        columns: width_v,
+                    });
                 }
-                product::add::<S>(Product {
-                    left: of_scores,
-                    left_stride: KEYS,
-                    right: values,
-                    right_stride: width_v,
-                    out: sums.add(seeing.start * width_v),
-                    out_stride: width_v,
-                    rows: seeing.len(),
-                    depth: end - start,
-                    columns: width_v,
-                });
                 start = end;
             }
             for (index, &token) in tokens.iter().enumerate() {
@@ -103,6 +111,7 @@ impl<E: Element> Attend<'_, E> {
             }
         }
     }
+
     /// Reads some keys of a row: K to [size, `KEYS`], V to [keys, size of V in whole vectors], both fp32.
     ///
     /// # Safety
