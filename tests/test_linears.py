@@ -61,6 +61,12 @@ def assert_right(model: PreTrainedModel, answers: list[list[int]], tie: float = 
         assert tie_aware_mismatch(tokens, expected, gaps, tie) is None
 
 
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of this machine yet."""
+    monkeypatch.setattr(room, "_measurements", {})
+
+
 @pytest.fixture
 def model() -> PreTrainedModel:
     return tiny_model("llama")

@@ -62,7 +62,8 @@ class ContinuousBatchingConfig:
             with `prefill_first`.
         return_logprobs: Keep the logarithm of each generated token's probability.
         seed: Seed of all draws. None: a random one, to be read back.
-        auto_switch_to_flash: Go to a flash backend where there is one. There is none here.
+        auto_switch_to_flash: Take the best attention there is in place of a model's `sdpa` or `eager`: on a CPU
+            `native`, which reads K and V in their pages. False: exactly what the model was loaded with.
         cpu_offload_space: GiB of host memory for K and V of requests that had to give up their blocks; what does not
             fit is computed again. 0: none. None: what the safety threshold allows.
         cpu_offload_space_safety_threshold: Part of the RAM that is free beside pool and batches that offloading may

@@ -621,7 +621,7 @@ class ContinuousBatchingManager:
             "attention calls": f"{len(facts.calls)} ({shared} read the pages of another)",
             "kinds": len({call.kind for call in facts.calls}),
             "groups": geometry.described(),
-            "attention backend": config.attention,
+            "attention backend": f"{config.attention}: {self._session.runner.backend.described}",
             "linear layers": self._linear_plan.described(),
             "forward": self._session.forward.describe(),
             "page_size": config.page_size,

@@ -36,6 +36,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def described(self) -> str:
+        """What it computes with."""
+        ...
+
+    @property
     def gathers(self) -> bool:
         """Whether a step's contexts are copied together before they are read."""
         ...

@@ -70,6 +70,7 @@ class GroupPlan:
 class SdpaAttention:
     """The backends `sdpa` and `eager`."""
 
+    described = "torch's operators over gathered pages"
     # K and V of a context of several pages are copied together before they are read.
     gathers = True
 

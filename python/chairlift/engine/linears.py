@@ -178,7 +178,7 @@ def plan_linears(
     before, after, reasons = 0.0, 0.0, []
     for alike in of_shape.values():
         try:
-            measured = _measured(names[alike[0]])
+            measured = _known(names[alike[0]])
         except (RuntimeError, AttributeError) as error:
             reasons.append(str(error).partition("\n")[0])
             continue
@@ -266,6 +266,18 @@ class _Measured:
             if ratio < 1 and sum(from_here) / len(from_here) <= WORTH_IT:
                 return least
         return None
+
+
+# What was measured in this process, by shape, dtype and threads: it is the machine's, not the model's.
+_measurements: dict[tuple[torch.Size, torch.dtype, int], _Measured] = {}
+
+
+def _known(weight: torch.Tensor) -> _Measured:
+    """As `_measured`, once a process."""
+    key = (weight.shape, weight.dtype, torch.get_num_threads())
+    if key not in _measurements:
+        _measurements[key] = _measured(weight)
+    return _measurements[key]
 
 
 def _measured(weight: torch.Tensor) -> _Measured:
