@@ -153,10 +153,13 @@ fn run_in_openmp(parallel: GompParallel, threads: usize, body: &(dyn Fn(usize) +
 /// The entry of the GNU OpenMP that this process has loaded, if it has.
 fn gomp_parallel() -> Option<GompParallel> {
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
-    let path = maps
-        .lines()
-        .filter_map(|line| line.split_ascii_whitespace().nth(5))
-        .find(|path| path.rsplit('/').next().is_some_and(|name| name.starts_with("libgomp")))?;
+    let mut paths = maps.lines().filter_map(|line| line.split_ascii_whitespace().nth(5)).filter(|path| {
+        let name = path.rsplit('/').next();
+        name.is_some_and(|name| name.starts_with("libgomp"))
+    });
+    // Other packages may have brought one of their own: torch's is the one whose threads are awake.
+    let first = paths.next()?;
+    let path = std::iter::once(first).chain(paths).find(|path| path.contains("/torch")).unwrap_or(first);
     // SAFETY: the library is loaded already, so no initialiser of it runs now.
     let library = unsafe { libloading::Library::new(path) }.ok()?;
     // SAFETY: that symbol of libgomp has this signature since GCC 4.9, as part of its ABI.
