@@ -158,6 +158,28 @@ def test_a_model_is_recorded_anew_at_each_start() -> None:
         manager.stop()
 
 
+@pytest.mark.parametrize("swap", ["parameter", "data"])
+def test_weights_that_change_while_it_runs_count_from_the_reset_on(swap: str) -> None:
+    model, other, inputs = tiny_model("llama"), tiny_model("llama", seed=1), prompts(LENGTHS)
+    with torch.no_grad():
+        other.model.norm.weight.mul_(-2.0)  # of all weights those of a norm are read by more than linear layers
+    manager = make_manager(model)
+    manager.start()
+    serve(manager, inputs)
+    assert how(manager).startswith("recorded, ")
+    for name, module in model.named_modules():
+        if "weight" in module._parameters:
+            weight = other.get_submodule(name).weight.detach().clone()
+            if swap == "data":
+                module.weight.data = weight
+            else:
+                module.weight = torch.nn.Parameter(weight)
+    manager.reset_prefix_cache()
+    assert_equals_generate(model, inputs, serve(manager, inputs), NEW_TOKENS)
+    assert how(manager).startswith("recorded, ")
+    manager.stop()
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = tiny_model("llama")
     before = {name: dict(vars(module)) for name, module in model.named_modules()}

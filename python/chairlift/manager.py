@@ -214,13 +214,14 @@ class ContinuousBatchingManager:
 
         Where the weights of a start are others than those of the last one this happens by itself. Weights that change
         while the manager runs are noticed by nobody: call this right after the change. It packs them anew, too, where
-        linear layers compute with packed copies of their weights.
+        linear layers compute with packed copies of their weights, and the forward is recorded anew.
         """
         with self._control:
             runner = self._session.runner
             if runner.linears is not None:
                 runner.linears = None
                 runner.linears = pack(self.model, self._linear_plan)
+            self._session.forward.forget()
             self._weights = None  # the next start cannot tell whether these are they
             self._engine.new_epoch()
 
