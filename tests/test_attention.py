@@ -163,6 +163,54 @@ def test_what_does_not_fit_is_refused_by_name_and_value() -> None:
         _native.PagedAttention(4, [("sideways", 0)], 1)
 
 
+@pytest.mark.parametrize(("length", "decodes"), [(9, 1), (5, 2)])
+def test_a_step_that_was_refused_leaves_none_behind(length: int, decodes: int) -> None:
+    attention = begun([8], [1, 2])
+    attend(attention)
+    rows = to_dlpack(int32([0, 1])), to_dlpack(int32([length]))
+    table = to_dlpack(int32([1, 2]).view(1, -1))
+    with pytest.raises(ValueError, match=r"row 0 has 9 tokens|2 decodes among 1 rows"):
+        attention.begin(*rows, decodes, [table], [to_dlpack(int32([8]))])
+    # Not by the former step's table, in pages that do not have its blocks.
+    with pytest.raises(ValueError, match=r"the queries are \[4, 1, 8\].*\[4, 0, 8\] is expected"):
+        attend(attention, blocks=1)
+
+
+@pytest.mark.parametrize("isa", _native.instruction_sets())
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_what_is_no_number_stays_none_and_harms_no_other_row(isa: str, softcap: float | None) -> None:
+    torch.manual_seed(0)
+    # Two decodes of 1 and 70 tokens, and a prompt of 40.
+    lengths, news = [1, 70, 40], [1, 1, 40]
+    bounds = [0, 1, 2, 42]
+    pages = torch.randn(5 * 64, 2, 16).view(5, 64, 2, 16)
+    table = torch.tensor([[1, 0], [2, 3], [4, 0]], dtype=torch.int32)
+    slots = [64, 3 * 64 + 5, *range(4 * 64, 4 * 64 + 40)]
+    for bad in (0, 1, 2, 20):  # a token, by its query or by its key
+        for of_query in (True, False):
+            query, key, value = torch.randn(6, 42, 16), torch.randn(2, 42, 16), torch.randn(2, 42, 16)
+            (query if of_query else key)[0, bad] = float("nan")
+            attention = _native.PagedAttention(64, [("full", 0)], 2, isa)
+            attention.begin(
+                to_dlpack(int32(bounds)), to_dlpack(int32(lengths)), 2, [to_dlpack(table)], [to_dlpack(int32(slots))]
+            )
+            k_pages, v_pages, out = pages.clone(), pages.clone(), torch.zeros(6, 42, 16)
+            tensors = (k_pages, v_pages, query, out)
+            attention.attend(
+                0, *map(to_dlpack, tensors), scale=0.3, key=to_dlpack(key), value=to_dlpack(value), softcap=softcap
+            )
+            for row, (length, new) in enumerate(zip(lengths, news, strict=True)):
+                of_step = slice(bounds[row], bounds[row + 1])
+                k, v = (
+                    tensor[table[row].long()].flatten(0, 1)[:length].transpose(0, 1) for tensor in (k_pages, v_pages)
+                )
+                visible = visibility(Reach(), range(length - new, length), range(length), query.device)
+                expected = scores_attention(
+                    query[None, :, of_step], k[None], v[None], scale=0.3, visible=visible, softcap=softcap
+                )[0]
+                assert torch.allclose(out[:, of_step], expected, atol=1e-4, equal_nan=True)
+
+
 def test_torchs_own_threads_compute_where_torch_has_gnu_openmp() -> None:
     team = _native.PagedAttention(4, [("full", 0)], 1).team
     assert team == ("OpenMP" if "libgomp" in Path("/proc/self/maps").read_text() else "rayon")

@@ -10,7 +10,7 @@ use crate::simd::Simd;
 const LOWEST: f32 = -87.336_54;
 
 /// e to the power of `x`, at most 88; within 2 units in the last place. Zero for what is no normal number, minus
-/// infinity among them.
+/// infinity among them; NaN stays NaN.
 ///
 /// # Safety
 /// The machine must have the instructions of `S`.
@@ -20,7 +20,7 @@ pub(crate) unsafe fn exp<S: Simd>(x: S::V) -> S::V {
     unsafe {
         let zero = S::splat(0.0);
         let lowest = S::splat(LOWEST);
-        let bounded = S::max(x, lowest);
+        let bounded = S::max(lowest, x);
         let whole = S::round(S::mul(bounded, S::splat(std::f32::consts::LOG2_E)));
         // ln 2 in two parts, so that the difference is exact.
         let rest = S::mul_add(whole, S::splat(-0.693_359_375), bounded);
@@ -40,7 +40,7 @@ pub(crate) unsafe fn exp<S: Simd>(x: S::V) -> S::V {
     }
 }
 
-/// The hyperbolic tangent, within 3 units in the last place.
+/// The hyperbolic tangent, within 3 units in the last place; NaN stays NaN.
 ///
 /// # Safety
 /// The machine must have the instructions of `S`.
@@ -58,7 +58,7 @@ pub(crate) unsafe fn tanh<S: Simd>(x: S::V) -> S::V {
         }
         let small = S::mul_add(S::mul(series, square), x, x);
         // From 9.02 on it is 1 in single precision; the bound keeps the exponential finite.
-        let doubled = S::sub(S::splat(0.0), S::max(S::mul(S::splat(-2.0), size), S::splat(-40.0)));
+        let doubled = S::sub(S::splat(0.0), S::max(S::splat(-40.0), S::mul(S::splat(-2.0), size)));
         let large = S::sub(S::splat(1.0), S::div(S::splat(2.0), S::add(exp::<S>(doubled), S::splat(1.0))));
         let signed = S::if_less(x, S::splat(0.0), S::sub(S::splat(0.0), large), large);
         S::if_less(size, S::splat(0.625), small, signed)
@@ -132,6 +132,15 @@ mod tests {
                 run(isa, Both { x: &[f32::NEG_INFINITY; MAX_LANES], exp: &mut exps, tanh: &mut tanhs })
             };
             assert_eq!(exps, [0.0; MAX_LANES]);
+        }
+    }
+
+    #[test]
+    fn what_is_no_number_stays_none() {
+        for isa in Isa::available() {
+            let (mut exps, mut tanhs) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
+            unsafe { run(isa, Both { x: &[f32::NAN; MAX_LANES], exp: &mut exps, tanh: &mut tanhs }) };
+            assert!(exps.iter().chain(&tanhs).all(|value| value.is_nan()), "{isa}");
         }
     }
 }

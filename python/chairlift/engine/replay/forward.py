@@ -71,7 +71,8 @@ class RecordedForward:
     def use_linears(self, linears: PackedLinears | None) -> None:
         """Computes linear layers by other packed weights. Programs, which hold the former ones, are written anew."""
         self._linears = linears
-        for world in self._worlds.values():
+        # The loop may meet a new world meanwhile.
+        for world in list(self._worlds.values()):
             world.program = None
 
     def describe(self) -> str:

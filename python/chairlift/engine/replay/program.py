@@ -21,19 +21,6 @@ class Linears(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class LinearGroup:
-    """Linear layers of the same input.
-
-    Attributes:
-        input: The value.
-        calls: Their places in the program.
-    """
-
-    input: int
-    calls: tuple[int, ...]
-
-
 @dataclass
 class Program:
     """A forward to be run.
@@ -43,7 +30,6 @@ class Program:
             attention calls and its requests for masks.
         num_calls: Calls that it makes.
         version: Of the agreement, when it was written.
-        linear_groups: Linear layers that could be one product.
         source: What it runs.
         checked: Whether its logits were compared with the model's.
     """
@@ -51,7 +37,6 @@ class Program:
     run: Callable[..., torch.Tensor]
     num_calls: int
     version: int
-    linear_groups: list[LinearGroup]
     source: str
     checked: bool = False
 
@@ -76,8 +61,7 @@ def write_program(agreement: Agreement, linears: Linears | None = None) -> Progr
     writer = _Writer(agreement.constants, linears)
     source = writer.write(instructions, output)
     exec(compile(source, "<recorded forward>", "exec"), writer.scope)
-    groups = _linear_groups(instructions)
-    return Program(writer.scope["forward"], len(instructions), agreement.version, groups, source)
+    return Program(writer.scope["forward"], len(instructions), agreement.version, source)
 
 
 def _with_laws(agreement: Agreement) -> list[Instruction]:
@@ -115,14 +99,6 @@ def _needed(instructions: Sequence[Instruction], output: int) -> list[Instructio
             needed.update(call.values)
             kept.append(instruction)
     return kept[::-1]
-
-
-def _linear_groups(instructions: Sequence[Instruction]) -> list[LinearGroup]:
-    of_input: dict[int, list[int]] = {}
-    for index, instruction in enumerate(instructions):
-        if instruction.call.func is torch.nn.functional.linear:
-            of_input.setdefault(instruction.call.values[0], []).append(index)
-    return [LinearGroup(value, tuple(calls)) for value, calls in of_input.items() if len(calls) > 1]
 
 
 class _Writer:

@@ -136,6 +136,8 @@ impl PagedAttention {
     pub fn begin(&mut self, rows: StepRows<'_>, groups: &[(Table<'_>, &[i32])]) -> Result<(), Invalid> {
         self.cu_seqlens.clear();
         self.kv_lens.clear();
+        // All groups, before anything can be refused: no call may find the tables of another step.
+        self.groups.iter_mut().for_each(Group::forget);
         let (bounds, lens) = (rows.cu_seqlens, rows.kv_lens);
         ensure!(
             bounds.len() == lens.len() + 1 && bounds[0] == 0,
@@ -299,7 +301,7 @@ impl PagedAttention {
             ensure!(sinks.len() == query.heads, "{} sinks for {} heads", sinks.len(), query.heads);
         }
         ensure!(
-            self.kv_lens.is_empty() || self.groups[group].highest_block < k.blocks,
+            self.groups[group].highest_block < k.blocks,
             "the step reads or writes block {}, and the pages have {}",
             self.groups[group].highest_block,
             k.blocks
@@ -309,7 +311,18 @@ impl PagedAttention {
 }
 
 impl Group {
-    /// Checks and copies what a step brings for this group.
+    /// Is of no step.
+    fn forget(&mut self) {
+        for (_, is_current, _) in &mut self.plans {
+            *is_current = false;
+        }
+        self.blocks.clear();
+        self.pages = 0;
+        self.write_slots.clear();
+        self.highest_block = 0;
+    }
+
+    /// Checks and copies what a step brings for this group, which is of no step yet.
     fn take(
         &mut self,
         rows: StepRows<'_>,
@@ -318,11 +331,6 @@ impl Group {
         tokens: usize,
         page_size: usize,
     ) -> Result<(), Invalid> {
-        for (_, is_current, _) in &mut self.plans {
-            *is_current = false;
-        }
-        self.blocks.clear();
-        self.write_slots.clear();
         let num_rows = rows.kv_lens.len();
         ensure!(
             num_rows.checked_mul(table.pages) == Some(table.blocks.len()),

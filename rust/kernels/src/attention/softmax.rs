@@ -60,7 +60,13 @@ pub(crate) unsafe fn weigh<S: Simd>(
             largest = S::max(largest, score);
         }
         let before = running.largest;
-        let now = before.max(S::largest(largest));
+        let mut now = before.max(S::largest(largest));
+        if now == f32::NEG_INFINITY {
+            // Nothing is visible yet; or what is, is no number, which a largest lane may not show.
+            if (0..count).any(|index| (*scores.add(index)).is_nan()) {
+                now = f32::NAN;
+            }
+        }
         if now == f32::NEG_INFINITY {
             for index in (0..padded).step_by(S::LANES) {
                 S::store(scores.add(index), S::splat(0.0));

@@ -38,7 +38,7 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
-    /// `b` where a lane of `a` is NaN.
+    /// The larger; where `b` is NaN, NaN.
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
     /// a * b + c
     unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V;

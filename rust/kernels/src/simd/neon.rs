@@ -55,7 +55,7 @@ impl Simd for Neon {
 
     #[inline(always)]
     unsafe fn max(a: float32x4_t, b: float32x4_t) -> float32x4_t {
-        unsafe { vmaxnmq_f32(a, b) }
+        unsafe { vmaxq_f32(a, b) }
     }
 
     #[inline(always)]
