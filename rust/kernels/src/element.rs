@@ -39,11 +39,17 @@ pub(crate) trait Element: Copy + Send + Sync + 'static {
     unsafe fn load_part<S: Simd>(from: *const Self, count: usize) -> S::V;
     fn from_f32(value: f32) -> Self;
 
+    /// Writes all lanes, rounded to the nearest.
+    unsafe fn store<S: Simd>(to: *mut Self, value: S::V);
+
     /// Writes the first `count` lanes, rounded to the nearest.
     #[inline(always)]
     unsafe fn store_part<S: Simd>(to: *mut Self, value: S::V, count: usize) {
         // SAFETY: as promised by the caller.
         unsafe {
+            if count == S::LANES {
+                return Self::store::<S>(to, value);
+            }
             let lanes = S::lanes(value);
             for (index, lane) in lanes[..count].iter().enumerate() {
                 to.add(index).write(Self::from_f32(*lane));
@@ -68,6 +74,12 @@ impl Element for f32 {
     }
 
     #[inline(always)]
+    unsafe fn store<S: Simd>(to: *mut Self, value: S::V) {
+        // SAFETY: as promised by the caller.
+        unsafe { S::store(to, value) }
+    }
+
+    #[inline(always)]
     fn from_f32(value: f32) -> Self {
         value
     }
@@ -89,6 +101,12 @@ impl Element for bf16 {
     }
 
     #[inline(always)]
+    unsafe fn store<S: Simd>(to: *mut Self, value: S::V) {
+        // SAFETY: as promised by the caller.
+        unsafe { S::store_bf16(to.cast(), value) }
+    }
+
+    #[inline(always)]
     fn from_f32(value: f32) -> Self {
         Self::from_f32(value)
     }
@@ -107,6 +125,12 @@ impl Element for f16 {
     unsafe fn load_part<S: Simd>(from: *const Self, count: usize) -> S::V {
         // SAFETY: as above.
         unsafe { S::load_part_16(from.cast(), count, S::load_f16) }
+    }
+
+    #[inline(always)]
+    unsafe fn store<S: Simd>(to: *mut Self, value: S::V) {
+        // SAFETY: as promised by the caller.
+        unsafe { S::store_f16(to.cast(), value) }
     }
 
     #[inline(always)]

@@ -7,6 +7,8 @@ use std::sync::OnceLock;
 /// An instruction set that the kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {
+    /// What [`Isa::Avx512Bf16`] has, and products of bf16 matrices in tile registers (AMX).
+    AmxBf16,
     /// AVX-512 (F, BW, DQ, VL) with the dot products of bf16 pairs.
     Avx512Bf16,
     /// AVX-512 (F, BW, DQ, VL).
@@ -20,7 +22,8 @@ pub enum Isa {
 }
 
 impl Isa {
-    const ALL: [Self; 5] = [Self::Avx512Bf16, Self::Avx512, Self::Avx2, Self::Neon, Self::Plain];
+    const ALL: [Self; 6] =
+        [Self::AmxBf16, Self::Avx512Bf16, Self::Avx512, Self::Avx2, Self::Neon, Self::Plain];
 
     /// The best one of this machine.
     #[must_use]
@@ -42,6 +45,7 @@ impl Isa {
     pub fn runs_here(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         let runs = match self {
+            Self::AmxBf16 => Self::Avx512Bf16.runs_here() && has_tiles(),
             Self::Avx512Bf16 => Self::Avx512.runs_here() && is_x86_feature_detected!("avx512bf16"),
             Self::Avx512 => {
                 Self::Avx2.runs_here()
@@ -62,7 +66,7 @@ impl Isa {
         let runs = match self {
             Self::Neon => cfg!(target_arch = "aarch64"),
             Self::Plain => true,
-            Self::Avx512Bf16 | Self::Avx512 | Self::Avx2 => false,
+            Self::AmxBf16 | Self::Avx512Bf16 | Self::Avx512 | Self::Avx2 => false,
         };
         runs
     }
@@ -71,6 +75,7 @@ impl Isa {
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
+            Self::AmxBf16 => "amx_bf16",
             Self::Avx512Bf16 => "avx512_bf16",
             Self::Avx512 => "avx512",
             Self::Avx2 => "avx2",
@@ -78,6 +83,34 @@ impl Isa {
             Self::Plain => "plain",
         }
     }
+}
+
+/// Whether there are tile registers that multiply bf16, and the system lets this process use them.
+#[cfg(target_arch = "x86_64")]
+fn has_tiles() -> bool {
+    use std::arch::x86_64::{__cpuid, __cpuid_count};
+
+    /// AMX-BF16 and AMX-TILE, of leaf 7.
+    const TILES: u32 = 1 << 22 | 1 << 24;
+    static HAS: OnceLock<bool> = OnceLock::new();
+    *HAS.get_or_init(|| {
+        let has = __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & TILES == TILES;
+        has && tiles_are_permitted()
+    })
+}
+
+/// Asks for the tile registers, which Linux keeps only for processes that did.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn tiles_are_permitted() -> bool {
+    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+    const XFEATURE_XTILEDATA: libc::c_long = 18;
+    // SAFETY: asks for a permission, for this process and good; memory is not touched.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
+}
+
+#[cfg(all(target_arch = "x86_64", not(target_os = "linux")))]
+fn tiles_are_permitted() -> bool {
+    false
 }
 
 impl fmt::Display for Isa {

@@ -9,6 +9,9 @@
 pub mod attention;
 pub mod element;
 pub mod isa;
+pub mod linear;
 mod math;
+mod memory;
+mod numbers;
 mod simd;
 pub mod team;

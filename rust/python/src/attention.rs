@@ -145,7 +145,7 @@ struct Shared<'a>(Call<'a>);
 // SAFETY: its pointers are to memory that this module's functions hold for as long as they wait.
 unsafe impl Sync for Shared<'_> {}
 
-fn to_python(invalid: Invalid) -> PyErr {
+pub(crate) fn to_python(invalid: Invalid) -> PyErr {
     PyValueError::new_err(invalid.to_string())
 }
 
@@ -158,7 +158,7 @@ fn check_dtype(tensor: &Tensor<'_>, name: &str, dtype: Dtype) -> PyResult<()> {
 }
 
 /// The last dimension of a kernel's tensor is read as a run.
-fn check_run(name: &str, size: usize, stride: usize) -> PyResult<()> {
+pub(crate) fn check_run(name: &str, size: usize, stride: usize) -> PyResult<()> {
     if size > 1 && stride != 1 {
         return Err(PyValueError::new_err(format!(
             "the last dimension of {name} has stride {stride}, not 1"

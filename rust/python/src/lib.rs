@@ -6,6 +6,7 @@ mod digest;
 mod engine;
 mod errors;
 mod geometry;
+mod linear;
 mod tensor;
 
 use pyo3::prelude::*;
@@ -25,6 +26,9 @@ mod _native {
     use crate::errors::{EngineClosed, QueueFull};
     #[pymodule_export]
     use crate::geometry::{default_match_unit, split_into_groups};
+
+    #[pymodule_export]
+    use crate::linear::PackedLinear;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -88,26 +88,43 @@ impl Tensor<'_> {
         if raw.ndim != N as i32 {
             return Err(PyValueError::new_err(format!("{name} has {} dimensions, not {N}", raw.ndim)));
         }
+        let (mut shape, mut strides) = ([0; N], [1; N]);
+        self.read_layout(name, &mut shape, &mut strides)?;
+        Ok((shape, strides))
+    }
+
+    /// Size and stride (in elements) of each dimension.
+    pub fn any_layout(&self, name: &str) -> PyResult<Vec<(usize, usize)>> {
+        let dimensions = usize::try_from(self.raw().ndim).unwrap_or(0);
+        let (mut shape, mut strides) = (vec![0; dimensions], vec![1; dimensions]);
+        self.read_layout(name, &mut shape, &mut strides)?;
+        Ok(shape.into_iter().zip(strides).collect())
+    }
+
+    /// Reads as many sizes and strides as the tensor has dimensions.
+    fn read_layout(&self, name: &str, shape: &mut [usize], strides: &mut [usize]) -> PyResult<()> {
+        let (raw, dimensions) = (self.raw(), shape.len());
+        if dimensions == 0 {
+            return Ok(());
+        }
         let wrong = |_| PyValueError::new_err(format!("{name} has a negative size or stride"));
         // SAFETY: a tensor has as many sizes as dimensions.
-        let sizes = unsafe { slice::from_raw_parts(raw.shape, N) };
-        let mut shape = [0; N];
+        let sizes = unsafe { slice::from_raw_parts(raw.shape, dimensions) };
         for (to, &size) in shape.iter_mut().zip(sizes) {
             *to = usize::try_from(size).map_err(wrong)?;
         }
-        let mut strides = [1; N];
         if raw.strides.is_null() {
-            for at in (0..N.saturating_sub(1)).rev() {
+            for at in (0..dimensions - 1).rev() {
                 strides[at] = strides[at + 1] * shape[at + 1];
             }
         } else {
             // SAFETY: and as many strides, where it has any.
-            let given = unsafe { slice::from_raw_parts(raw.strides, N) };
+            let given = unsafe { slice::from_raw_parts(raw.strides, dimensions) };
             for (to, &stride) in strides.iter_mut().zip(given) {
                 *to = usize::try_from(stride).map_err(wrong)?;
             }
         }
-        Ok((shape, strides))
+        Ok(())
     }
 
     /// The first element.

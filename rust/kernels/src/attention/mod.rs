@@ -16,13 +16,14 @@ use std::marker::PhantomData;
 use chairlift_core::Reach;
 use half::{bf16, f16};
 
-use self::call::{Attend, CallView, Numbers, RunTask, Scratch};
+use self::call::{Attend, CallView, RunTask, Scratch};
 pub use self::call::{Call, NewRows, Pages, Rows};
 use self::plan::Plan;
 pub use self::plan::{Heads, StepRows, Table};
 use self::softmax::{Form, Running, finish};
 use crate::element::{Dtype, Element};
 use crate::isa::Isa;
+use crate::numbers::Numbers;
 use crate::simd::{self, Kernel, Simd};
 use crate::team::{PerWorker, Team};
 
@@ -34,6 +35,12 @@ const MERGES_AT_ONCE: usize = 8;
 /// What is wrong with a step or a call. Nothing was read or written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Invalid(String);
+
+impl Invalid {
+    pub(crate) fn new(reason: String) -> Self {
+        Self(reason)
+    }
+}
 
 impl fmt::Display for Invalid {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -102,6 +102,11 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
+    unsafe fn prefetch_near(from: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(from.cast()) }
+    }
+
+    #[inline(always)]
     unsafe fn load_bf16(from: *const u16) -> __m512 {
         unsafe {
             let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
@@ -120,6 +125,42 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
             let a: __m512bh = std::mem::transmute(_mm512_loadu_si512(a.cast()));
             let b: __m512bh = std::mem::transmute(_mm512_loadu_si512(b.cast()));
             _mm512_dpbf16_ps(sum, a, b)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn dot_bf16_pair(sum: __m512, a: u32, b: __m512) -> __m512 {
+        unsafe {
+            let a: __m512bh = std::mem::transmute(_mm512_set1_epi32(a.cast_signed()));
+            let b: __m512bh = std::mem::transmute(b);
+            _mm512_dpbf16_ps(sum, a, b)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_bf16(to: *mut u16, value: __m512) {
+        unsafe {
+            let halves: __m256i = if BF16 {
+                std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(value))
+            } else {
+                // Half of the last kept bit, less one where that bit is 0: a tie goes to the even one.
+                let bits = _mm512_castps_si512(value);
+                let last = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+                let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff)));
+                // What is no number must not become infinity.
+                let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x0040_0000));
+                let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(value, value);
+                let kept = _mm512_mask_blend_epi32(is_nan, rounded, quiet);
+                _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(kept))
+            };
+            _mm256_storeu_si256(to.cast(), halves);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_f16(to: *mut u16, value: __m512) {
+        unsafe {
+            _mm256_storeu_si256(to.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(value));
         }
     }
 

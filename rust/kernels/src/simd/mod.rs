@@ -63,10 +63,45 @@ pub(crate) trait Simd: Copy + 'static {
         let _ = from;
     }
 
+    /// As [`Simd::prefetch`], for a line that will be read very soon.
+    #[inline(always)]
+    unsafe fn prefetch_near(from: *const u8) {
+        let _ = from;
+    }
+
     /// Adds the products of twice as many pairs of bf16 as there are lanes. See [`Simd::DOT_BF16`].
     unsafe fn dot_bf16(sum: Self::V, a: *const u16, b: *const u16) -> Self::V {
         let _ = (a, b);
         sum
+    }
+
+    /// Adds, lane by lane, the products of two pairs of bf16: the same pair `a` everywhere, and those of `b`, which are
+    /// held as the bits of its lanes. See [`Simd::DOT_BF16`].
+    unsafe fn dot_bf16_pair(sum: Self::V, a: u32, b: Self::V) -> Self::V {
+        let _ = (a, b);
+        sum
+    }
+
+    /// As bf16, rounded to the nearest.
+    #[inline(always)]
+    unsafe fn store_bf16(to: *mut u16, value: Self::V) {
+        // SAFETY: as promised by the caller.
+        unsafe {
+            for (index, lane) in Self::lanes(value)[..Self::LANES].iter().enumerate() {
+                to.add(index).write(half::bf16::from_f32(*lane).to_bits());
+            }
+        }
+    }
+
+    /// As fp16, rounded to the nearest.
+    #[inline(always)]
+    unsafe fn store_f16(to: *mut u16, value: Self::V) {
+        // SAFETY: as promised by the caller.
+        unsafe {
+            for (index, lane) in Self::lanes(value)[..Self::LANES].iter().enumerate() {
+                to.add(index).write(half::f16::from_f32(*lane).to_bits());
+            }
+        }
     }
 
     /// The first `count` lanes, at most all; zeros in the others. Reads nothing beyond them.
@@ -157,7 +192,7 @@ pub(crate) unsafe fn run<K: Kernel>(isa: Isa, kernel: K) {
     unsafe {
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Bf16 => with_avx512_bf16(kernel),
+            Isa::AmxBf16 | Isa::Avx512Bf16 => with_avx512_bf16(kernel),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => with_avx512(kernel),
             #[cfg(target_arch = "x86_64")]

@@ -1,0 +1,358 @@
+//! Linear layers for CPUs, their weights packed once: `out = input x weight^T + bias`.
+//!
+//! A weight is read in the order in which it is packed, a panel of output columns after the other, and asked for ahead
+//! of its use: with few rows a layer takes as long as its weight takes to arrive, and with many as long as it takes to
+//! multiply. See [`PackedLinear`].
+
+#[cfg(target_arch = "x86_64")]
+mod tiles;
+mod vectors;
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use half::{bf16, f16};
+
+use crate::attention::Invalid;
+use crate::element::{Dtype, Element};
+use crate::isa::Isa;
+use crate::memory::Memory;
+use crate::numbers::Numbers;
+use crate::simd::{self, Kernel, Simd};
+use crate::team::Team;
+
+/// Rows that a panel is multiplied with before the next ones: their sums stay near.
+const ROWS_AT_ONCE: usize = 64;
+/// Bytes of a panel that are multiplied with these rows before its next ones: they stay nearer.
+const BLOCK_BYTES: usize = 28 << 10;
+/// Parts of a layer for each thread: the next thread that is free takes the next.
+const PARTS: usize = 4;
+/// Operations of a part, at least.
+const PART_WORK: usize = 1 << 18;
+
+/// Rows of elements, each row contiguous.
+#[derive(Clone, Copy, Debug)]
+pub struct Matrix {
+    /// The first element.
+    pub data: *mut u8,
+    /// Rows.
+    pub rows: usize,
+    /// Elements of a row.
+    pub columns: usize,
+    /// Elements from a row to the next.
+    pub row_stride: usize,
+}
+
+/// How the products of a layer are computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// In tile registers, of bf16.
+    Tiles,
+    /// By dot products of bf16 pairs.
+    Pairs,
+    /// In fp32.
+    Lanes,
+}
+
+/// The packed copy of a weight. Sums are kept in fp32 whatever it is of, and rounded once.
+pub struct PackedLinear {
+    dtype: Dtype,
+    isa: Isa,
+    way: Way,
+    out_size: usize,
+    in_size: usize,
+    /// Output columns of a panel.
+    width: usize,
+    /// Bytes of a panel.
+    panel: usize,
+    packed: Memory,
+}
+
+impl fmt::Debug for PackedLinear {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("PackedLinear")
+            .field("shape", &(self.out_size, self.in_size))
+            .field("dtype", &self.dtype)
+            .field("isa", &self.isa)
+            .finish_non_exhaustive()
+    }
+}
+
+impl PackedLinear {
+    /// Packs a weight of `[out, in]`.
+    ///
+    /// # Errors
+    /// A weight without elements, or an instruction set that this machine does not have.
+    ///
+    /// # Safety
+    /// The weight must be there as its pointer, sizes and stride say, of elements of that type, and nobody may write it
+    /// meanwhile.
+    pub unsafe fn new(
+        dtype: Dtype,
+        weight: &Matrix,
+        isa: Isa,
+        team: Team,
+        threads: usize,
+    ) -> Result<Self, Invalid> {
+        if weight.rows == 0 || weight.columns == 0 {
+            return Err(Invalid::new(format!(
+                "a weight of [{}, {}]: nothing can be packed of it",
+                weight.rows, weight.columns
+            )));
+        }
+        if !isa.runs_here() {
+            return Err(Invalid::new(format!("this machine does not have {isa}")));
+        }
+        let way = match (dtype, isa) {
+            (Dtype::Bf16, Isa::AmxBf16) => Way::Tiles,
+            (Dtype::Bf16, Isa::Avx512Bf16) => Way::Pairs,
+            _ => Way::Lanes,
+        };
+        let (width, depth) = match way {
+            #[cfg(target_arch = "x86_64")]
+            Way::Tiles => (tiles::WIDTH, tiles::DEPTH),
+            _ => (vectors::width(isa), if way == Way::Pairs { 2 } else { 1 }),
+        };
+        let panel = width * weight.columns.next_multiple_of(depth) * dtype.bytes();
+        let panels = weight.rows.div_ceil(width);
+        let packed = Memory::zeros(panels * panel);
+        let linear =
+            Self { dtype, isa, way, out_size: weight.rows, in_size: weight.columns, width, panel, packed };
+        let from = Shared(*weight);
+        team.share_out(threads, panels, &|_, panel| {
+            let from = &from;
+            // SAFETY: panels are written by one thread each, within the copy; the weight is read, as promised.
+            unsafe {
+                match dtype {
+                    Dtype::F32 => linear.pack::<u32>(&from.0, panel),
+                    Dtype::Bf16 | Dtype::F16 => linear.pack::<u16>(&from.0, panel),
+                }
+            }
+        });
+        Ok(linear)
+    }
+
+    /// Packs a panel, of elements with so many bits. What the panel has beyond the weight stays zero.
+    unsafe fn pack<B: Copy>(&self, weight: &Matrix, panel: usize) {
+        let columns = panel * self.width..self.out_size.min((panel + 1) * self.width);
+        // SAFETY: within the weight and within the panel.
+        unsafe {
+            let to = self.packed.start().add(panel * self.panel).cast::<B>();
+            for (column, row) in columns.enumerate() {
+                let from = weight.data.cast::<B>().add(row * weight.row_stride);
+                for index in 0..self.in_size {
+                    to.add(self.place(column, index)).write(from.add(index).read());
+                }
+            }
+        }
+    }
+
+    /// Where in a panel an element is.
+    fn place(&self, column: usize, index: usize) -> usize {
+        match self.way {
+            #[cfg(target_arch = "x86_64")]
+            Way::Tiles => tiles::place(column, index),
+            Way::Pairs => (index / 2 * self.width + column) * 2 + index % 2,
+            _ => index * self.width + column,
+        }
+    }
+
+    /// Output columns.
+    #[must_use]
+    pub const fn out_size(&self) -> usize {
+        self.out_size
+    }
+
+    /// Input columns.
+    #[must_use]
+    pub const fn in_size(&self) -> usize {
+        self.in_size
+    }
+
+    /// The element type of weight, input and output.
+    #[must_use]
+    pub const fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// The instruction set in use.
+    #[must_use]
+    pub const fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// Bytes of the copy.
+    #[must_use]
+    pub const fn num_bytes(&self) -> usize {
+        self.packed.len()
+    }
+
+    /// The layer: `input` `[rows, in]` to `out` `[rows, out]`, with a bias of `out` elements where one is given.
+    ///
+    /// # Errors
+    /// What does not fit together; nothing is read or written then.
+    ///
+    /// # Safety
+    /// The tensors must be there as their pointers, sizes and strides say, of elements of the weight's type; nobody
+    /// else may write them during the call, and `out` must not overlap the others, nor its own rows each other.
+    pub unsafe fn call(
+        &self,
+        input: &Matrix,
+        bias: Option<&Matrix>,
+        out: &Matrix,
+        team: Team,
+        threads: usize,
+    ) -> Result<(), Invalid> {
+        let expected = [
+            ("the input", input, (out.rows, self.in_size)),
+            ("the output", out, (input.rows, self.out_size)),
+        ];
+        let bias_expected = bias.map(|bias| ("the bias", bias, (1, self.out_size)));
+        for (name, matrix, (rows, columns)) in expected.into_iter().chain(bias_expected) {
+            if (matrix.rows, matrix.columns) != (rows, columns) {
+                return Err(Invalid::new(format!(
+                    "{name} is [{}, {}]: [{rows}, {columns}] is expected",
+                    matrix.rows, matrix.columns
+                )));
+            }
+        }
+        if input.rows == 0 {
+            return Ok(());
+        }
+        // SAFETY: as promised by the caller, of elements of that type.
+        unsafe {
+            match self.dtype {
+                Dtype::F32 => self.call_in::<f32>(input, bias, out, team, threads),
+                Dtype::Bf16 => self.call_in::<bf16>(input, bias, out, team, threads),
+                Dtype::F16 => self.call_in::<f16>(input, bias, out, team, threads),
+            }
+        }
+        Ok(())
+    }
+
+    unsafe fn call_in<E: Element>(
+        &self,
+        input: &Matrix,
+        bias: Option<&Matrix>,
+        out: &Matrix,
+        team: Team,
+        threads: usize,
+    ) {
+        let panels = self.out_size.div_ceil(self.width);
+        let work = 2 * input.rows * self.in_size * self.width;
+        let at_least = PART_WORK.div_ceil(work);
+        let each = panels.div_ceil(threads.max(1) * PARTS).max(at_least).min(panels);
+        let call = Product::<E> {
+            linear: self,
+            input: *input,
+            bias: bias.map(|bias| bias.data.cast_const().cast()),
+            out: *out,
+            element: PhantomData,
+        };
+        team.share_out(threads, panels.div_ceil(each), &|_, part| {
+            let panels = part * each..panels.min((part + 1) * each);
+            Scratch::of_thread(|scratch| {
+                // SAFETY: the machine has the instructions; the call was checked.
+                unsafe { simd::run(self.isa, RunPanels { call: &call, panels, scratch }) };
+            });
+        });
+    }
+}
+
+/// A layer's call, checked.
+pub(crate) struct Product<'a, E> {
+    linear: &'a PackedLinear,
+    input: Matrix,
+    bias: Option<*const E>,
+    out: Matrix,
+    element: PhantomData<E>,
+}
+
+// SAFETY: its pointers are to tensors that the call's maker keeps, and each thread writes columns of its own.
+unsafe impl<E: Sync> Sync for Product<'_, E> {}
+
+/// A matrix that several threads read.
+struct Shared(Matrix);
+// SAFETY: nobody writes it meanwhile, as its owner promised.
+unsafe impl Sync for Shared {}
+
+impl<E: Element> Product<'_, E> {
+    /// A row of the input.
+    #[inline(always)]
+    unsafe fn input(&self, row: usize) -> *const E {
+        // SAFETY: within the input, as promised by the caller.
+        unsafe { self.input.data.cast::<E>().add(row * self.input.row_stride) }
+    }
+
+    /// Writes the sums of some rows of a panel, `width` apart, to the output.
+    ///
+    /// # Safety
+    /// The machine must have the instructions of `S`; rows and panel must be the call's, and the sums be there.
+    #[inline(always)]
+    unsafe fn write<S: Simd>(&self, sums: *const f32, rows: std::ops::Range<usize>, panel: usize) {
+        let width = self.linear.width;
+        let first = panel * width;
+        let columns = width.min(self.linear.out_size - first);
+        // SAFETY: in bounds.
+        unsafe {
+            for (index, row) in rows.enumerate() {
+                let to = self.out.data.cast::<E>().add(row * self.out.row_stride + first);
+                for column in (0..columns).step_by(S::LANES) {
+                    let count = S::LANES.min(columns - column);
+                    let mut sum = S::load(sums.add(index * width + column));
+                    if let Some(bias) = self.bias {
+                        sum = S::add(sum, E::load_part::<S>(bias.add(first + column), count));
+                    }
+                    E::store_part::<S>(to.add(column), sum, count);
+                }
+            }
+        }
+    }
+}
+
+/// Some panels of a call.
+struct RunPanels<'a, E> {
+    call: &'a Product<'a, E>,
+    panels: std::ops::Range<usize>,
+    scratch: &'a mut Scratch,
+}
+
+impl<E: Element> Kernel for RunPanels<'_, E> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let Self { call, panels, scratch } = self;
+        // SAFETY: the call was checked; the machine has what its way needs.
+        unsafe {
+            match call.linear.way {
+                #[cfg(target_arch = "x86_64")]
+                Way::Tiles => call.tiles::<S>(panels, scratch),
+                Way::Pairs => call.vectors::<S, vectors::Pairs>(panels, scratch),
+                _ => call.vectors::<S, vectors::Lanes<E>>(panels, scratch),
+            }
+        }
+    }
+}
+
+/// A thread's own memory.
+#[derive(Debug, Default)]
+pub(crate) struct Scratch {
+    sums: Numbers,
+    input: Numbers,
+}
+
+impl Scratch {
+    /// That of the calling thread.
+    fn of_thread(body: impl FnOnce(&mut Self)) {
+        thread_local! {
+            static SCRATCH: std::cell::RefCell<Scratch> = std::cell::RefCell::default();
+        }
+        SCRATCH.with_borrow_mut(body);
+    }
+}
+
+/// `total` in parts of about `most`, each as large as the others or nearly so.
+#[inline(always)]
+fn even_parts(total: usize, most: usize) -> usize {
+    total.div_ceil(total.div_ceil(most.max(1)).max(1)).max(1)
+}
