@@ -13,6 +13,7 @@ __all__ = [
     "EngineClosed",
     "EngineConfig",
     "Event",
+    "PackedLinear",
     "PagedAttention",
     "QueueFull",
     "Sampling",
@@ -71,8 +72,49 @@ def digests(buffers: list[Any], num_threads: int) -> list[bytes]:
     """
 
 def instruction_sets() -> list[str]:
-    """The instruction sets that the CPU kernels are compiled for and this machine has, the best first: of
+    """The instruction sets that the CPU kernels are compiled for and this machine has, the best first: of `amx_bf16`,
     `avx512_bf16`, `avx512`, `avx2`, `neon` and `plain`."""
+
+@final
+class PackedLinear:
+    """The packed copy of a linear layer's weight, on the CPU. Sums are kept in fp32 and rounded once; a row's result
+    does not depend on the other rows.
+
+    Tensors come as DLPack capsules, as for `PagedAttention`.
+
+    Attributes:
+        isa: The instruction set in use.
+        nbytes: Bytes of the copy.
+    """
+
+    def __new__(cls, weight: Any, num_threads: int, isa: str | None = None, team: str | None = None) -> PackedLinear:
+        """
+        Args:
+            weight: [out, in] float32, bfloat16 or float16, its last dimension contiguous. Read, not kept.
+            num_threads: Threads to compute with, the caller's among them.
+            isa: One of `instruction_sets()`; None: the best.
+            team: As of `PagedAttention`.
+
+        Raises:
+            ValueError: A weight without elements, or instructions or threads that are not to be had.
+            TypeError: What is no such tensor.
+        """
+    @property
+    def isa(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    def multiply(self, input: Any, out: Any, bias: Any | None = None) -> None:
+        """The layer. Releases the GIL.
+
+        Args:
+            input: [..., in] of the weight's dtype, its last dimension contiguous, its rows at equal distances.
+            out: [..., out] the same, of as many rows; written; overlaps nothing.
+            bias: [out]
+
+        Raises:
+            ValueError: What does not fit together.
+            TypeError: What is no such tensor, or of another dtype.
+        """
 
 @final
 class PagedAttention:

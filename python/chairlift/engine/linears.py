@@ -1,11 +1,8 @@
 """Linear layers on a CPU, their weights packed once instead of in every call.
 
 Owns which weights are packed, whether that pays here, and the packed copies; never writes a weight. Which weights take
-part is learned from a forward, and whether packing pays is measured on this machine: it depends on the processor, on
-how torch was built, on the dtype and on the shape.
-
-The packing is oneDNN's. MKL's, the other one that torch carries, serves one number of rows and computes every other
-from the weight as it is; a step has any number of rows.
+part is learned from a forward; whether packing pays, and which packing pays most, is measured on this machine: it
+depends on the processor, on how torch was built, on the dtype and on the shape.
 """
 
 import time
@@ -18,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from chairlift.engine.linear_calls import TORCHS_LINEAR, linear_context
+from chairlift.engine.packings import PACKINGS, Packing, padded_rows
 
 # A call with a smaller weight is over before the way to a packed one is.
 LEAST_ELEMENTS = 1 << 15
@@ -35,12 +33,6 @@ WORTH_IT = 0.95
 MOST_MEMORY = 0.25
 # The largest difference from torch's result, relative to the largest element: of a result that is rounded once.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-# oneDNN packs in tiles; none that it uses is longer.
-_TILE = 64
-# Rows that the tiles are chosen for. With one row oneDNN takes others, which are slow with more.
-PACKED_FOR = 512
-# What oneDNN, and torch's cache in front of it, keep for each shape and number of rows (0.2 to 0.75 MiB measured).
-_KERNEL_BYTES = 3 << 18
 
 
 class PackedLinear:
@@ -48,16 +40,12 @@ class PackedLinear:
 
     __slots__ = ("_address", "_dtype", "_least_rows", "_packed", "_version", "_weight")
 
-    def __init__(self, weight: torch.Tensor, least_rows: int = 1, packed: torch.Tensor | None = None) -> None:
-        """Packs a weight, or takes its packed copy. Inputs of fewer rows than `least_rows` will be torch's.
-
-        Raises:
-            RuntimeError: This torch cannot pack it on this machine.
-        """
+    def __init__(self, weight: torch.Tensor, packed: Packing, least_rows: int = 1) -> None:
+        """Takes a weight's packed copy. Inputs of fewer rows than `least_rows` will be torch's."""
         self._weight = weakref.ref(weight)
         self._dtype, self._least_rows = weight.dtype, least_rows
         self._version, self._address = _version(weight), weight.data_ptr()
-        self._packed = _packed(weight) if packed is None else packed
+        self._packed = packed
 
     def is_of(self, weight: torch.Tensor) -> bool:
         """Whether this is the weight, and as it was when it was packed as far as can be told without reading it."""
@@ -65,22 +53,16 @@ class PackedLinear:
 
     def moved_to(self, weight: torch.Tensor) -> "PackedLinear":
         """The same copy for a weight of the same elements."""
-        return PackedLinear(weight, self._least_rows, self._packed)
+        return PackedLinear(weight, self._packed, self._least_rows)
 
     def __call__(self, input: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[..., in] to [..., out]. An input that a packed weight cannot serve is torch's."""
         weight = self._weight()
         if type(input) is not torch.Tensor or input.dtype is not self._dtype or input.dim() < 2:
             return TORCHS_LINEAR(input, weight, bias)
-        rows = input.numel() // input.shape[-1]
-        if rows < self._least_rows:
+        if input.numel() // input.shape[-1] < self._least_rows:
             return TORCHS_LINEAR(input, weight, bias)
-        padding = padded_rows(rows) - rows
-        if not padding:
-            return _call(input, self._packed, bias)
-        flat = torch.constant_pad_nd(input.reshape(rows, input.shape[-1]), (0, 0, 0, padding))
-        out = _call(flat, self._packed, bias)[:rows]
-        return out.view(*input.shape[:-1], out.shape[-1])
+        return self._packed(input, bias)
 
 
 class PackedLinears:
@@ -118,6 +100,7 @@ class LinearPlan(NamedTuple):
     """Which weights of a model are to be packed, and what that takes and brings."""
 
     least_rows: Mapping[str, int]  # by weight (one of its names), from how many rows on it is called packed
+    packings: Mapping[str, str]  # by weight, whose packing
     reason: str  # where nothing is to be packed, why
     num_weights: int  # of the model's linear calls
     part: float  # of the elements of these weights that are to be packed
@@ -135,10 +118,15 @@ class LinearPlan(NamedTuple):
         if not self.least_rows:
             return f"as torch computes them: {self.reason}"
         before, after = self.told_ms
+        packings = list(self.packings.values())
+        by = " and ".join(
+            title if packings.count(title) == len(packings) else f"{title} ({packings.count(title)})"
+            for title in dict.fromkeys(packings)
+        )
         return (
-            f"{len(self.least_rows)} of {self.num_weights} weights ({self.part:.0%} of the elements) packed by oneDNN, "
-            f"{TOLD_ROWS} rows in {after:,.1f} ms instead of {before:,.1f}; copies {self.copy_bytes / 2**20:,.1f} MiB, "
-            f"kernels at most {self.kernel_bytes / 2**20:,.1f} MiB"
+            f"{len(self.least_rows)} of {self.num_weights} weights ({self.part:.0%} of the elements) packed by {by}, "
+            f"{TOLD_ROWS} rows in {after:,.1f} ms instead of {before:,.1f}; copies {self.copy_bytes / 2**20:,.1f} MiB"
+            + (f", kernels at most {self.kernel_bytes / 2**20:,.1f} MiB" if self.kernel_bytes else "")
         )
 
 
@@ -175,24 +163,28 @@ def plan_linears(
         few = f"of {LEAST_ELEMENTS:,} elements or more " if wanted is None else ""
         return _refused(names, f"no linear call has a plain weight {few}in fp32, bf16 or fp16 on the CPU", wanted)
     chosen: dict[str, int] = {}
+    packings: dict[str, str] = {}
     before, after, reasons = 0.0, 0.0, []
     for alike in of_shape.values():
-        try:
-            measured = _known(names[alike[0]])
-        except (RuntimeError, AttributeError) as error:
-            reasons.append(str(error).partition("\n")[0])
+        known = _known(names[alike[0]])
+        found = {title: measured for title, measured in known.items() if isinstance(measured, _Measured)}
+        reasons += [str(reason) for reason in known.values() if not isinstance(reason, _Measured)]
+        if not found:
             continue
+        title = min(found, key=lambda title: found[title].gain())
+        measured = found[title]
         least_rows = measured.worth_it_from()
         if least_rows is not None or wanted:
             chosen |= dict.fromkeys(alike, least_rows or 1)
+            packings |= dict.fromkeys(alike, title)
             before += measured.before_ms[measured.told] * len(alike)
             after += measured.after_ms[measured.told] * len(alike)
         else:
             reasons.append("packed weights were not faster here")
     if not chosen:
-        return _refused(names, reasons[0], wanted)
-    shapes = {(names[name].shape, names[name].dtype) for name in chosen}
-    copy_bytes = sum(_copy_bytes(names[name]) for name in chosen)
+        return _refused(names, reasons[-1], wanted)
+    shapes = {(names[name].shape, names[name].dtype): packings[name] for name in chosen}
+    copy_bytes = sum(PACKINGS[packings[name]].copy_bytes(names[name]) for name in chosen)
     if copy_bytes > MOST_MEMORY * free_bytes:
         reason = (
             f"the copies would take {copy_bytes / 2**20:,.1f} MiB, but at most {MOST_MEMORY:.0%} of the free "
@@ -201,8 +193,8 @@ def plan_linears(
         return _refused(names, reason, wanted)
     part = sum(names[name].numel() for name in chosen) / sum(weight.numel() for weight in names.values())
     row_counts = len({padded_rows(rows) for rows in range(1, max_rows + 1)})
-    kernel_bytes = len(shapes) * row_counts * _KERNEL_BYTES
-    return LinearPlan(chosen, "", len(names), part, copy_bytes, kernel_bytes, (before, after))
+    kernel_bytes = row_counts * sum(PACKINGS[title].kernel_bytes for title in shapes.values())
+    return LinearPlan(chosen, packings, "", len(names), part, copy_bytes, kernel_bytes, (before, after))
 
 
 def pack(model: torch.nn.Module, plan: LinearPlan, kept: PackedLinears | None = None) -> PackedLinears | None:
@@ -226,7 +218,10 @@ def pack(model: torch.nn.Module, plan: LinearPlan, kept: PackedLinears | None = 
             if weight is None or not _can_be_packed(weight):
                 continue
             old = None if kept is None else kept.by_name.get(name)
-            by_name[name] = PackedLinear(weight, least_rows) if old is None else old.moved_to(weight)
+            if old is None:
+                by_name[name] = PackedLinear(weight, PACKINGS[plan.packings[name]](weight), least_rows)
+            else:
+                by_name[name] = old.moved_to(weight)
             weights[name] = weight
     return PackedLinears(by_name, weights) if by_name else None
 
@@ -234,16 +229,6 @@ def pack(model: torch.nn.Module, plan: LinearPlan, kept: PackedLinears | None = 
 def packed_calls(linears: PackedLinears | None) -> AbstractContextManager[None]:
     """The context of a forward with packed linear layers, or with none."""
     return nullcontext() if linears is None else linears.entered()
-
-
-def padded_rows(rows: int) -> int:
-    """Rows that a packed call computes for so many: at most an eighth more.
-
-    oneDNN makes and keeps a kernel for each number of rows it meets (some ms, and some hundred KiB), and a step may
-    have any. Rounded up to three binary digits after the first there are eight numbers for each doubling.
-    """
-    granule = 1 << max(0, rows.bit_length() - 4)
-    return -(-rows // granule) * granule
 
 
 @dataclass(frozen=True)
@@ -258,6 +243,10 @@ class _Measured:
         """The number of rows whose times are told."""
         return max(rows for rows in self.before_ms if rows <= TOLD_ROWS)
 
+    def gain(self) -> float:
+        """The part of torch's time that packed calls take, over all measured numbers of rows alike."""
+        return sum(self.after_ms[rows] / before for rows, before in self.before_ms.items()) / len(self.before_ms)
+
     def worth_it_from(self) -> int | None:
         """The least of the measured numbers of rows from which on packing pays."""
         ratios = {rows: self.after_ms[rows] / before for rows, before in self.before_ms.items()}
@@ -268,11 +257,13 @@ class _Measured:
         return None
 
 
+# By packing: what was measured, or why it cannot be had.
+_Known = Mapping[str, _Measured | str]
 # What was measured in this process, by shape, dtype and threads: it is the machine's, not the model's.
-_measurements: dict[tuple[torch.Size, torch.dtype, int], _Measured] = {}
+_measurements: dict[tuple[torch.Size, torch.dtype, int], _Known] = {}
 
 
-def _known(weight: torch.Tensor) -> _Measured:
+def _known(weight: torch.Tensor) -> _Known:
     """As `_measured`, once a process."""
     key = (weight.shape, weight.dtype, torch.get_num_threads())
     if key not in _measurements:
@@ -280,12 +271,8 @@ def _known(weight: torch.Tensor) -> _Measured:
     return _measurements[key]
 
 
-def _measured(weight: torch.Tensor) -> _Measured:
-    """Packs a weight, holds the result against torch's, and takes the time of both.
-
-    Raises:
-        RuntimeError: It cannot be packed here, or the result is wrong.
-    """
+def _measured(weight: torch.Tensor) -> _Known:
+    """Packs a weight in every way, holds the results against torch's, and takes the times."""
     out_size, in_size = weight.shape
     counts = sorted(
         {
@@ -298,13 +285,24 @@ def _measured(weight: torch.Tensor) -> _Measured:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device="cpu").to(weight.dtype)
 
+    known: dict[str, _Measured | str] = {}
+    packed: dict[str, PackedLinear] = {}
     with torch.no_grad():
-        packed = PackedLinear(weight)
-        # 17 rows are padded.
-        for rows, bias in ((17, random(out_size)), (8, None)):
-            _check(packed, random(rows, in_size), weight, bias)
-        best = {rows: _best_ms(random(rows, in_size), weight, packed) for rows in counts}
-    return _Measured({n: before for n, (before, _) in best.items()}, {n: after for n, (_, after) in best.items()})
+        for title, packing in PACKINGS.items():
+            try:
+                linear = PackedLinear(weight, packing(weight))
+                # 17 rows are no whole tiles.
+                for rows, bias in ((17, random(out_size)), (8, None)):
+                    _check(linear, random(rows, in_size), weight, bias)
+            except (RuntimeError, AttributeError) as error:
+                known[title] = str(error).partition("\n")[0]
+            else:
+                packed[title] = linear
+        best = {rows: _best_ms(random(rows, in_size), weight, packed) for rows in counts} if packed else {}
+    for title in packed:
+        before = {rows: torchs for rows, (torchs, _) in best.items()}
+        known[title] = _Measured(before, {rows: ours[title] for rows, (_, ours) in best.items()})
+    return known
 
 
 def _check(packed: PackedLinear, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -315,21 +313,27 @@ def _check(packed: PackedLinear, input: torch.Tensor, weight: torch.Tensor, bias
         raise RuntimeError(f"packed weights gave results that differ by {difference:.3g} of {largest:.3g}")
 
 
-def _best_ms(input: torch.Tensor, weight: torch.Tensor, packed: PackedLinear) -> tuple[float, float]:
-    """The shortest times of torch and of the packed weight, in turns, so that what else the machine does meets both."""
-    linears = PackedLinears({"weight": packed}, {"weight": weight})
-    torchs: list[float] = []
-    ours: list[float] = []
-    end = time.perf_counter() + MEASURED_S
-    while time.perf_counter() < end or len(ours) < LEAST_REPEATS:
-        start = time.perf_counter()
-        torch.nn.functional.linear(input, weight)
-        torchs.append(time.perf_counter() - start)
-        with linears.entered():
-            start = time.perf_counter()
-            torch.nn.functional.linear(input, weight)
-            ours.append(time.perf_counter() - start)
-    return 1000 * min(torchs), 1000 * min(ours)
+def _best_ms(
+    input: torch.Tensor, weight: torch.Tensor, packed: Mapping[str, PackedLinear]
+) -> tuple[float, dict[str, float]]:
+    """The shortest times of torch and of each packing, in turns, so that what else the machine does meets all."""
+    torchs = float("inf")
+    ours = dict.fromkeys(packed, float("inf"))
+    linears = {title: PackedLinears({"weight": linear}, {"weight": weight}) for title, linear in packed.items()}
+    end, repeats = time.perf_counter() + MEASURED_S, 0
+    while time.perf_counter() < end or repeats < LEAST_REPEATS:
+        torchs = min(torchs, _seconds(input, weight))
+        for title in packed:
+            with linears[title].entered():
+                ours[title] = min(ours[title], _seconds(input, weight))
+        repeats += 1
+    return 1000 * torchs, {title: 1000 * seconds for title, seconds in ours.items()}
+
+
+def _seconds(input: torch.Tensor, weight: torch.Tensor) -> float:
+    start = time.perf_counter()
+    torch.nn.functional.linear(input, weight)
+    return time.perf_counter() - start
 
 
 def _names(model: torch.nn.Module, used: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -350,30 +354,13 @@ def _can_be_packed(weight: torch.Tensor) -> bool:
     )
 
 
-def _packed(weight: torch.Tensor) -> torch.Tensor:
-    if not (torch._C._has_mkldnn and torch._C._get_mkldnn_enabled()):
-        raise RuntimeError("oneDNN is not part of this torch, or was switched off")
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), PACKED_FOR)
-    return packed
-
-
-def _call(input: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(input, packed, bias, "none", [], "")
-    return out
-
-
 def _version(weight: torch.Tensor) -> int:
     # Tensors made in inference mode do not count.
     return 0 if weight.is_inference() else weight._version
 
 
-def _copy_bytes(weight: torch.Tensor) -> int:
-    out_size, in_size = (-(-size // _TILE) * _TILE for size in weight.shape)
-    return out_size * in_size * weight.element_size()
-
-
 def _nothing(names: Mapping[str, torch.Tensor], reason: str) -> LinearPlan:
-    return LinearPlan({}, reason, len(names), 0.0, 0, 0, (0.0, 0.0))
+    return LinearPlan({}, {}, reason, len(names), 0.0, 0, 0, (0.0, 0.0))
 
 
 def _refused(names: Mapping[str, torch.Tensor], reason: str, wanted: bool | None) -> LinearPlan:
