@@ -227,7 +227,8 @@ def used_by(model: torch.nn.Module) -> dict[int, torch.Tensor]:
 
 
 def plan_of(model: PreTrainedModel, **fields: Any) -> room.LinearPlan:
-    return plan_linears(model, used_by(model), **{"wanted": True, "free_bytes": PLENTY, "max_rows": 64, **fields})
+    used = {name for name, weight in model.named_parameters() if id(weight) in used_by(model)}
+    return plan_linears(model, used, **{"wanted": True, "free_bytes": PLENTY, "max_rows": 64, **fields})
 
 
 class TestCopies:

@@ -30,6 +30,7 @@ from chairlift.engine.openmp import release_team
 from chairlift.engine.session import Session
 from chairlift.engine.sizing import batch_cost, resolve
 from chairlift.evaluation import evaluating
+from chairlift.knowledge import Knowledge, forget_knowledge, keep_knowledge, knowledge_of
 from chairlift.outputs import GenerationOutput, GroupStats, Stats, WorkloadHints
 from chairlift.probe import learn
 from chairlift.prompts import Prompt, Prompts, packed_prompts, prompt_array
@@ -71,7 +72,11 @@ class ContinuousBatchingManager:
             ValueError: The model cannot be served (and why), or a value is out of bounds or not served yet.
         """
         self.model = model
-        self.facts = learn(model)
+        self._knowledge = known = knowledge_of(model)
+        learned_something = known.facts is None
+        if known.facts is None:
+            known.facts = learn(model)
+        self.facts = known.facts
         if isinstance(generation_config, GenerationOptions):
             config = ContinuousBatchingConfig.of(continuous_batching_config)
             self.options = generation_config
@@ -93,11 +98,19 @@ class ContinuousBatchingManager:
             {call.kind.dtype for call in self.facts.calls},
             auto_switch=config.auto_switch_to_flash,
         )
-        with recorded_weights() as used:
-            check_packed(model, self.facts, self.geometry, backend)
+        proof = (self.geometry.page_size, backend.name, backend.described)
+        if proof not in known.proven:
+            with recorded_weights() as used:
+                check_packed(model, self.facts, self.geometry, backend)
+            known.proven.add(proof)
+            known.linear_weights = frozenset(name for name, weight in model.named_parameters() if id(weight) in used)
+            learned_something = True
+        if learned_something:
+            # A model may make itself ready in its first forward.
+            keep_knowledge(model, known)
         self._linear_plan = plan_linears(
             model,
-            used,
+            known.linear_weights,
             wanted=config.packed_linears,
             free_bytes=free_memory_bytes(),
             max_rows=config.max_batch_tokens or DEFAULT_MAX_BATCH_TOKENS,
@@ -181,7 +194,10 @@ class ContinuousBatchingManager:
 
     def _launch(self, once: bool) -> None:
         self._notice_weights(once)
-        self._session.forward.forget()
+        with self._modes.entered():
+            known = knowledge_of(self.model)
+        self._session.forward.forget(known.take_recordings())
+        self._knowledge = known
         self._stop_request = StopRequest()
         self._engine.reopen()
         _running.add(self)
@@ -222,6 +238,8 @@ class ContinuousBatchingManager:
                 runner.linears = None
                 runner.linears = pack(self.model, self._linear_plan)
             self._session.forward.forget()
+            forget_knowledge(self.model)
+            self._knowledge = Knowledge()
             self._weights = None  # the next start cannot tell whether these are they
             self._engine.new_epoch()
 
@@ -664,6 +682,7 @@ class ContinuousBatchingManager:
         try:
             with self._modes.entered(), evaluating(self.model):
                 run_sync(self._session, self._stop_request)
+            self._knowledge.give_recordings(self._session.forward.recordings)
         except BaseException as error:
             logger.error("the loop died", exc_info=error)
             self.fatal_error = error

@@ -7,7 +7,7 @@ depends on the processor, on how torch was built, on the dtype and on the shape.
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -132,7 +132,7 @@ class LinearPlan(NamedTuple):
 
 def plan_linears(
     model: torch.nn.Module,
-    used: Mapping[int, torch.Tensor],
+    used: Collection[str],
     *,
     wanted: bool | None,
     free_bytes: int,
@@ -142,7 +142,7 @@ def plan_linears(
 
     Args:
         model: The model.
-        used: The weights of its linear calls, by `id`.
+        used: Names of the weights of its linear calls.
         wanted: None: those that packing makes faster, as measured. True: all that can be packed. False: none.
         free_bytes: What is free for copies and all else.
         max_rows: Rows of a step, at most.
@@ -150,7 +150,7 @@ def plan_linears(
     Raises:
         ValueError: `wanted`, and it cannot be had; why.
     """
-    names = _names(model, used)
+    names = {name: parameter for name, parameter in model.named_parameters() if name in used}
     if wanted is False:
         return _nothing(names, "packed_linears is False")
     if torch.is_autocast_enabled("cpu"):
@@ -334,11 +334,6 @@ def _seconds(input: torch.Tensor, weight: torch.Tensor) -> float:
     start = time.perf_counter()
     torch.nn.functional.linear(input, weight)
     return time.perf_counter() - start
-
-
-def _names(model: torch.nn.Module, used: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters among those weights, each by one of its names."""
-    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in used}
 
 
 def _can_be_packed(weight: torch.Tensor) -> bool:

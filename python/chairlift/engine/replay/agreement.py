@@ -34,6 +34,7 @@ class Agreement:
         self.shared = set(recording.shared)
         self.count = 1
         self.version = 0  # moves when more became known of the numbers or of the memory of results
+        self.proven_version: int | None = None  # whose program gave the model's logits
         self._points: set[Point] = set()
         self._buckets: set[Point] = set()
         self._basis: list[tuple[Point, npt.NDArray[np.int64]]] = []

@@ -1,6 +1,6 @@
 """The forward of steps: by the model, recorded by and by, and from then on by what was recorded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -57,9 +57,19 @@ class RecordedForward:
         if replay is False:
             self._reason = "replay_forward is False"
 
-    def forget(self) -> None:
-        """Records anew: weights, hooks or adapters may be others."""
-        self._worlds = {}
+    @property
+    def recordings(self) -> dict[bool, Agreement]:
+        """What was recorded so far, of steps of one token (True) and of all others."""
+        agreements = {alone: world.agreement for alone, world in self._worlds.items()}
+        return {alone: agreement for alone, agreement in agreements.items() if agreement is not None}
+
+    def forget(self, known: Mapping[bool, Agreement] | None = None) -> None:
+        """Records anew: weights, hooks or adapters may be others.
+
+        Args:
+            known: Recordings of the model as it is now, to go on with.
+        """
+        self._worlds = {alone: _World(agreement) for alone, agreement in (known or {}).items()}
         self._looked = False
         self._reason = "replay_forward is False" if self._replay is False else None
 
@@ -100,14 +110,13 @@ class RecordedForward:
         program = world.program_for(point, self._linears)
         if program is None:
             return self._recorded(world, make_step(), inputs)
-        if program.checked:
+        if world.is_proven(program):
             return self._replayed(program, make_step, inputs)
         # Once, the model has the word.
         replayed = self._replayed(program, make_step, inputs)
         logits = self._by_model(make_step(), inputs)
-        program.checked = bool(logits.numel())
-        if self._reason is None:
-            self._compare(replayed, logits)
+        if self._reason is None and self._agree(replayed, logits) and logits.numel():
+            world.prove(program)
         return logits
 
     # ------------------------------------------------------------------ the ways
@@ -156,14 +165,15 @@ class RecordedForward:
         if found is not None:
             self._give_up(found)
 
-    def _compare(self, replayed: torch.Tensor, logits: torch.Tensor) -> None:
+    def _agree(self, replayed: torch.Tensor, logits: torch.Tensor) -> bool:
         finite = logits[logits.isfinite()].abs()
         scale = float(finite.max()) if finite.numel() else 1.0
         tolerance = _TOLERANCE.get(self._model.dtype, 5e-2) * scale
-        if not torch.allclose(replayed, logits, rtol=0.0, atol=tolerance, equal_nan=True):
-            difference = float((replayed - logits).abs().max())
-            reason = f"replayed logits differ from the model's by up to {difference:.3g} of {scale:.3g}"
-            self._give_up(reason, loud=True)
+        if torch.allclose(replayed, logits, rtol=0.0, atol=tolerance, equal_nan=True):
+            return True
+        difference = float((replayed - logits).abs().max())
+        self._give_up(f"replayed logits differ from the model's by up to {difference:.3g} of {scale:.3g}", loud=True)
+        return False
 
     def _give_up(self, reason: str, *, loud: bool = False) -> None:
         self._reason = reason
@@ -195,19 +205,28 @@ _NO_MODULE = torch.nn.Module()
 class _World:
     """Steps whose forwards are the same calls."""
 
-    def __init__(self) -> None:
-        self._agreement: Agreement | None = None
+    def __init__(self, agreement: Agreement | None = None) -> None:
+        self.agreement = agreement
         self.program: Program | None = None
 
     def add(self, recorder: Recorder) -> None:
-        if self._agreement is None:
-            self._agreement = Agreement(recorder.recording)
+        if self.agreement is None:
+            self.agreement = Agreement(recorder.recording)
             return
-        self._agreement.add(recorder.recording)
+        self.agreement.add(recorder.recording)
+
+    def is_proven(self, program: Program) -> bool:
+        """Whether its recordings gave the model's logits once."""
+        return self.agreement is not None and self.agreement.proven_version == program.version
+
+    def prove(self, program: Program) -> None:
+        """It gave the model's logits."""
+        if self.agreement is not None:
+            self.agreement.proven_version = program.version
 
     def program_for(self, point: tuple[int, int], linears: PackedLinears | None) -> Program | None:
         """The program, where it is known to be right for steps of that size."""
-        agreement = self._agreement
+        agreement = self.agreement
         if agreement is None or not agreement.covers(point):
             return None
         if self.program is None or self.program.version != agreement.version:

@@ -31,14 +31,12 @@ class Program:
         num_calls: Calls that it makes.
         version: Of the agreement, when it was written.
         source: What it runs.
-        checked: Whether its logits were compared with the model's.
     """
 
     run: Callable[..., torch.Tensor]
     num_calls: int
     version: int
     source: str
-    checked: bool = False
 
 
 @dataclass(frozen=True)

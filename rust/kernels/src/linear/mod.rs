@@ -123,38 +123,72 @@ impl PackedLinear {
         team.share_out(threads, panels, &|_, panel| {
             let from = &from;
             // SAFETY: panels are written by one thread each, within the copy; the weight is read, as promised.
-            unsafe {
-                match dtype {
-                    Dtype::F32 => linear.pack::<u32>(&from.0, panel),
-                    Dtype::Bf16 | Dtype::F16 => linear.pack::<u16>(&from.0, panel),
-                }
-            }
+            unsafe { linear.pack(&from.0, panel) };
         });
         Ok(linear)
     }
 
-    /// Packs a panel, of elements with so many bits. What the panel has beyond the weight stays zero.
-    unsafe fn pack<B: Copy>(&self, weight: &Matrix, panel: usize) {
-        let columns = panel * self.width..self.out_size.min((panel + 1) * self.width);
-        // SAFETY: within the weight and within the panel.
+    /// Packs a panel. What it has beyond the weight stays zero.
+    unsafe fn pack(&self, weight: &Matrix, panel: usize) {
+        // SAFETY: as promised by the caller, of elements of that size.
         unsafe {
-            let to = self.packed.start().add(panel * self.panel).cast::<B>();
-            for (column, row) in columns.enumerate() {
-                let from = weight.data.cast::<B>().add(row * weight.row_stride);
-                for index in 0..self.in_size {
-                    to.add(self.place(column, index)).write(from.add(index).read());
+            match (self.dtype, self.way) {
+                (Dtype::F32, _) => self.pack_units::<u32>(weight, panel, self.in_size),
+                (_, Way::Lanes) => self.pack_units::<u16>(weight, panel, self.in_size),
+                (_, Way::Tiles | Way::Pairs) => {
+                    self.pack_units::<u32>(weight, panel, self.in_size / 2);
+                    if !self.in_size.is_multiple_of(2) {
+                        self.pack_last(weight, panel);
+                    }
                 }
             }
         }
     }
 
-    /// Where in a panel an element is.
-    fn place(&self, column: usize, index: usize) -> usize {
+    /// Rows of the weight that are columns of a panel.
+    fn columns(&self, panel: usize) -> std::ops::Range<usize> {
+        panel * self.width..self.out_size.min((panel + 1) * self.width)
+    }
+
+    /// Packs so many elements of each column, or pairs of 16-bit elements.
+    unsafe fn pack_units<U: Copy>(&self, weight: &Matrix, panel: usize, units: usize) {
+        /// Units of a column before those of the next: where they go to stays near.
+        const AT_ONCE: usize = 64;
+        let row_bytes = weight.row_stride * self.dtype.bytes();
+        // SAFETY: within the weight and within the panel.
+        unsafe {
+            let to = self.packed.start().add(panel * self.panel).cast::<U>();
+            for start in (0..units).step_by(AT_ONCE) {
+                for (column, row) in self.columns(panel).enumerate() {
+                    let from = weight.data.add(row * row_bytes).cast::<U>();
+                    for unit in start..units.min(start + AT_ONCE) {
+                        to.add(self.place(column, unit)).write(from.add(unit).read_unaligned());
+                    }
+                }
+            }
+        }
+    }
+
+    /// Packs the last element of each column, which has no other to make a pair with.
+    unsafe fn pack_last(&self, weight: &Matrix, panel: usize) {
+        let index = self.in_size - 1;
+        // SAFETY: as above.
+        unsafe {
+            let to = self.packed.start().add(panel * self.panel).cast::<u16>();
+            for (column, row) in self.columns(panel).enumerate() {
+                let from = weight.data.cast::<u16>().add(row * weight.row_stride + index);
+                to.add(2 * self.place(column, index / 2)).write(from.read());
+            }
+        }
+    }
+
+    /// Where in a panel an element is, or a pair where pairs are multiplied.
+    #[inline(always)]
+    fn place(&self, column: usize, unit: usize) -> usize {
         match self.way {
             #[cfg(target_arch = "x86_64")]
-            Way::Tiles => tiles::place(column, index),
-            Way::Pairs => (index / 2 * self.width + column) * 2 + index % 2,
-            _ => index * self.width + column,
+            Way::Tiles => tiles::place(column, unit),
+            _ => unit * self.width + column,
         }
     }
 

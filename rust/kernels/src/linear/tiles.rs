@@ -20,12 +20,11 @@ const AHEAD: usize = 6144;
 /// Tiles of a panel's column that are multiplied with all rows before the next ones: they stay near.
 const TILES_AT_ONCE: usize = 20;
 
-/// Where in a panel an element is: pairs of a column lie together, 16 columns of 16 pairs are a tile, the tile of the
-/// next 16 columns follows.
-pub(super) const fn place(column: usize, index: usize) -> usize {
-    let tile = index / DEPTH * 2 + column / 16;
-    let pair = index % DEPTH / 2;
-    tile * (TILE / 2) + pair * DEPTH + column % 16 * 2 + index % 2
+/// Where in a panel a pair of elements is: 16 columns of 16 pairs are a tile, pair by pair, and the tile of the next 16
+/// columns follows.
+#[inline(always)]
+pub(super) const fn place(column: usize, pair: usize) -> usize {
+    (pair / 16 * 2 + column / 16) * (TILE / 4) + pair % 16 * 16 + column % 16
 }
 
 /// `LDTILECFG`'s operand: eight tiles of 16 rows of 64 bytes.
