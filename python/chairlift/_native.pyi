@@ -16,6 +16,7 @@ __all__ = [
     "PackedLinear",
     "PagedAttention",
     "QueueFull",
+    "RowProgram",
     "Sampling",
     "Step",
     "__version__",
@@ -114,6 +115,54 @@ class PackedLinear:
         Raises:
             ValueError: What does not fit together.
             TypeError: What is no such tensor, or of another dtype.
+        """
+
+@final
+class RowProgram:
+    """Runs of element-wise operators on the CPU, computed row by row in one pass.
+
+    A row is a token's part of each tensor: groups of elements. Values stand in registers, first those of the inputs,
+    then the result of each instruction; each is rounded to its dtype.
+
+    Tensors come as DLPack capsules, as for `PagedAttention`.
+    """
+
+    def __new__(
+        cls,
+        inputs: list[tuple[int, int, int | None]],
+        instructions: list[tuple[str, list[tuple[int, int, int] | float], int, int, str, int]],
+        outputs: list[tuple[int, int, int, int]],
+        num_threads: int,
+        isa: str | None = None,
+        team: str | None = None,
+    ) -> RowProgram:
+        """
+        Args:
+            inputs: (groups, length, dimension of the rows) of each; None: it is the same for all rows.
+            instructions: (operation, operands, groups, length, dtype, start). An operand is a number or (register,
+                groups, length): one group, or one element of each, stands for all. Operations: `add`, `sub`, `mul`,
+                `div`; `copy`, `neg`, `square`, `sqrt`, `rsqrt`, `exp`, `tanh`, `sigmoid`, `silu`, `relu`, `gelu_tanh`;
+                `mean` of each group; `slice` of each group from `start` on; `cat` of the groups of all operands.
+                dtype: `float32`, `bfloat16` or `float16`.
+            outputs: (register, groups, length, dimension of the rows) of each.
+            num_threads: Threads to compute with, the caller's among them.
+            isa: One of `instruction_sets()`; None: the best.
+            team: As of `PagedAttention`.
+
+        Raises:
+            ValueError: What does not fit together, or instructions or threads that are not to be had.
+        """
+    def run(self, inputs: list[Any], outputs: list[Any]) -> None:
+        """Computes all rows. Releases the GIL.
+
+        Args:
+            inputs: float32, bfloat16 or float16, in any strides but for the last dimension, which is contiguous. All
+                have as many rows. Dimensions beside rows, groups and elements have size 1.
+            outputs: The same; written; they overlap nothing.
+
+        Raises:
+            ValueError: What does not fit together.
+            TypeError: What is no such tensor.
         """
 
 @final

@@ -20,14 +20,13 @@ from torch.nn.modules import module as modules
 from transformers import PretrainedConfig, PreTrainedModel
 
 from chairlift.engine.replay.agreement import Agreement
+from chairlift.engine.replay.forward import Recordings
 from chairlift.probe import ModelFacts
 
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), type(Ellipsis), enum.Enum)
 _TORCH_PLAIN = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 # How deep containers are looked into; a config holds those of its parts.
 _DEPTH = 8
-# Steps of one token, and all others.
-Recordings = dict[bool, Agreement]
 
 
 class _Incomparable(Exception):
@@ -68,7 +67,7 @@ class Knowledge:
         self.facts: ModelFacts | None = None
         self.proven: set[tuple[Any, ...]] = set()
         self.linear_weights: frozenset[str] = frozenset()
-        self._recordings: Recordings = {}
+        self._recordings: dict[bool, Agreement] = {}
         self._lock = threading.Lock()
 
     def take_recordings(self) -> Recordings:

@@ -101,7 +101,8 @@ class ContinuousBatchingManager:
         proof = (self.geometry.page_size, backend.name, backend.described)
         if proof not in known.proven:
             with recorded_weights() as used:
-                check_packed(model, self.facts, self.geometry, backend)
+                replay = None if config.replay_forward is None else False
+                known.give_recordings(check_packed(model, self.facts, self.geometry, backend, replay=replay))
             known.proven.add(proof)
             known.linear_weights = frozenset(name for name, weight in model.named_parameters() if id(weight) in used)
             learned_something = True

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from chairlift.attention.choice import Backend
 from chairlift.attention.interface import forward_context
 from chairlift.engine.cache import Geometry
+from chairlift.engine.replay.forward import Recordings
 from chairlift.engine.session import Session
 from chairlift.evaluation import evaluating
 from chairlift.probe import ModelFacts, Recorder, forward, forward_arguments, probe_tokens, refusal
@@ -24,9 +25,21 @@ _STEP_TOKENS = 9
 _NEW_TOKENS = 3
 
 
-def check_packed(model: PreTrainedModel, facts: ModelFacts, geometry: Geometry, backend: Backend) -> None:
+def check_packed(
+    model: PreTrainedModel, facts: ModelFacts, geometry: Geometry, backend: Backend, *, replay: bool | None = False
+) -> Recordings:
     """Runs two short sequences as the engine would: the second one's prompt is cut across steps, the first decodes
     beside it. Every row of logits must be the one of an ordinary forward over that sequence alone.
+
+    Args:
+        model: The model.
+        facts: What was learned of it.
+        geometry: How its calls share blocks.
+        backend: Of attention.
+        replay: Whether steps are recorded and replayed, as of `RecordedForward`.
+
+    Returns:
+        What was recorded of its steps.
 
     Raises:
         ValueError: They differ, and by how much.
@@ -43,6 +56,7 @@ def check_packed(model: PreTrainedModel, facts: ModelFacts, geometry: Geometry, 
         max_requests_per_batch=2,
         safety_margin=0.0,
         scheduler_type="fifo",
+        replay_forward=replay,
     )
     engine, runner = session.engine, session.runner
     # Under autocast the arithmetic is coarser than the weights.
@@ -69,6 +83,7 @@ def check_packed(model: PreTrainedModel, facts: ModelFacts, geometry: Geometry, 
                 texts[row].append(int(row_logits.argmax()))
             session.slots[0].tokens[: logits.shape[0]] = logits.argmax(dim=-1)
             step = engine.advance(0, 0, time.perf_counter())
+    return session.forward.recordings
 
 
 def _alone(model: PreTrainedModel, text: list[int]) -> torch.Tensor:

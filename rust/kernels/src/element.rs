@@ -39,6 +39,9 @@ pub(crate) trait Element: Copy + Send + Sync + 'static {
     unsafe fn load_part<S: Simd>(from: *const Self, count: usize) -> S::V;
     fn from_f32(value: f32) -> Self;
 
+    /// Rounded to the nearest that there is.
+    unsafe fn rounded<S: Simd>(value: S::V) -> S::V;
+
     /// Writes all lanes, rounded to the nearest.
     unsafe fn store<S: Simd>(to: *mut Self, value: S::V);
 
@@ -74,6 +77,11 @@ impl Element for f32 {
     }
 
     #[inline(always)]
+    unsafe fn rounded<S: Simd>(value: S::V) -> S::V {
+        value
+    }
+
+    #[inline(always)]
     unsafe fn store<S: Simd>(to: *mut Self, value: S::V) {
         // SAFETY: as promised by the caller.
         unsafe { S::store(to, value) }
@@ -101,6 +109,12 @@ impl Element for bf16 {
     }
 
     #[inline(always)]
+    unsafe fn rounded<S: Simd>(value: S::V) -> S::V {
+        // SAFETY: as promised by the caller.
+        unsafe { S::round_bf16(value) }
+    }
+
+    #[inline(always)]
     unsafe fn store<S: Simd>(to: *mut Self, value: S::V) {
         // SAFETY: as promised by the caller.
         unsafe { S::store_bf16(to.cast(), value) }
@@ -125,6 +139,12 @@ impl Element for f16 {
     unsafe fn load_part<S: Simd>(from: *const Self, count: usize) -> S::V {
         // SAFETY: as above.
         unsafe { S::load_part_16(from.cast(), count, S::load_f16) }
+    }
+
+    #[inline(always)]
+    unsafe fn rounded<S: Simd>(value: S::V) -> S::V {
+        // SAFETY: as promised by the caller.
+        unsafe { S::round_f16(value) }
     }
 
     #[inline(always)]

@@ -13,5 +13,6 @@ pub mod linear;
 mod math;
 mod memory;
 mod numbers;
+pub mod rowwise;
 mod simd;
 pub mod team;

@@ -7,6 +7,7 @@ mod engine;
 mod errors;
 mod geometry;
 mod linear;
+mod rowwise;
 mod tensor;
 
 use pyo3::prelude::*;
@@ -29,6 +30,9 @@ mod _native {
 
     #[pymodule_export]
     use crate::linear::PackedLinear;
+
+    #[pymodule_export]
+    use crate::rowwise::RowProgram;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

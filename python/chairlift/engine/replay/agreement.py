@@ -65,6 +65,11 @@ class Agreement:
         if (unchanged, shared) != (self.unchanged, self.shared):
             self.unchanged, self.shared, self.version = unchanged, shared, self.version + 1
 
+    @property
+    def one_token(self) -> bool:
+        """Whether all of its steps were of one token."""
+        return all(tokens == 1 for tokens, _ in self._points)
+
     def covers(self, point: Point) -> bool:
         """Whether the numbers of a step of (tokens, sampled) are known."""
         if self.count < 2:
@@ -120,9 +125,9 @@ class Agreement:
 
 
 def _bucket(point: Point) -> Point:
-    """Sizes that one recording speaks for: up to twice as many tokens, and none, one or several sampled rows."""
+    """Sizes that one recording speaks for: up to four times as many tokens, and none, one or several sampled rows."""
     tokens, sampled = point
-    return tokens.bit_length(), min(sampled, 2)
+    return (tokens.bit_length() + 1) // 2, min(sampled, 2)
 
 
 def _combination(vectors: list[tuple[int, ...]], wanted: tuple[int, ...]) -> list[Fraction] | None:

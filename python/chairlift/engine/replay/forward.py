@@ -17,6 +17,8 @@ from chairlift.probe import ModelFacts, forward, forward_arguments
 
 logger = logging.get_logger(__name__)
 
+# Of steps of one token (True), and of all others.
+Recordings = Mapping[bool, Agreement]
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # input_ids, position_ids, logits_rows
 
 # Largest difference of logits, relative to the largest logit: rounding stays below, another function far above.
@@ -58,12 +60,12 @@ class RecordedForward:
             self._reason = "replay_forward is False"
 
     @property
-    def recordings(self) -> dict[bool, Agreement]:
-        """What was recorded so far, of steps of one token (True) and of all others."""
+    def recordings(self) -> Recordings:
+        """What was recorded so far."""
         agreements = {alone: world.agreement for alone, world in self._worlds.items()}
         return {alone: agreement for alone, agreement in agreements.items() if agreement is not None}
 
-    def forget(self, known: Mapping[bool, Agreement] | None = None) -> None:
+    def forget(self, known: Recordings | None = None) -> None:
         """Records anew: weights, hooks or adapters may be others.
 
         Args:

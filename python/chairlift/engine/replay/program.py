@@ -1,13 +1,15 @@
 """Recordings that agree, written out as one Python function without the model: what a replayed step runs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from chairlift.engine.replay.agreement import Agreement, Law
-from chairlift.engine.replay.calls import NUMBER, TENSOR, Call, Pattern, attend, count_numbers, mask
+from chairlift.engine.replay.calls import NUMBER, TENSOR, Call, Pattern, attend, mask
+from chairlift.engine.replay.fusion import fuse
+from chairlift.engine.replay.instructions import Instruction, instructions_of
 from chairlift.engine.replay.recorder import NUM_INPUTS
 
 Linear = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -39,14 +41,6 @@ class Program:
     source: str
 
 
-@dataclass(frozen=True)
-class Instruction:
-    """A call with the laws of its numbers."""
-
-    call: Call
-    laws: tuple[Law, ...]  # of its arguments
-
-
 def write_program(agreement: Agreement, linears: Linears | None = None) -> Program:
     """The program of recordings that agree.
 
@@ -54,49 +48,12 @@ def write_program(agreement: Agreement, linears: Linears | None = None) -> Progr
         agreement: What was recorded.
         linears: Computes linear layers where it can.
     """
-    instructions, output = _without_idle_calls(_with_laws(agreement), agreement)
-    instructions = _needed(instructions, output)
+    instructions, output = instructions_of(agreement)
+    instructions = fuse(instructions, output, agreement.constants, one_token=agreement.one_token)
     writer = _Writer(agreement.constants, linears)
     source = writer.write(instructions, output)
     exec(compile(source, "<recorded forward>", "exec"), writer.scope)
     return Program(writer.scope["forward"], len(instructions), agreement.version, source)
-
-
-def _with_laws(agreement: Agreement) -> list[Instruction]:
-    laws = agreement.laws()
-    instructions, start = [], 0
-    for call in agreement.calls:
-        of_arguments = laws[start : start + count_numbers(call.pattern)]
-        instructions.append(Instruction(call, tuple(of_arguments)))
-        start += call.num_numbers
-    return instructions
-
-
-def _without_idle_calls(instructions: Sequence[Instruction], agreement: Agreement) -> tuple[list[Instruction], int]:
-    """Without calls that only gave back an argument, as a cast does to what has the dtype; and the output's value."""
-    same: dict[int, int] = {}
-    kept = []
-    for instruction in instructions:
-        call = instruction.call
-        given_back = agreement.unchanged.get(call.results[0] or 0) if len(call.results) == 1 else None
-        if given_back is not None and not call.writes:
-            same[call.results[0] or 0] = same.get(given_back, given_back)
-        else:
-            values = tuple(same.get(value, value) for value in call.values)
-            kept.append(replace(instruction, call=replace(call, values=values)))
-    return kept, same.get(agreement.output, agreement.output)
-
-
-def _needed(instructions: Sequence[Instruction], output: int) -> list[Instruction]:
-    """Without calls that change nothing and whose results nobody uses."""
-    needed = {output}
-    kept = []
-    for instruction in reversed(instructions):
-        call = instruction.call
-        if call.writes or call.func is attend or needed.intersection(call.results):
-            needed.update(call.values)
-            kept.append(instruction)
-    return kept[::-1]
 
 
 class _Writer:

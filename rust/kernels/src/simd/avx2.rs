@@ -62,6 +62,11 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn sqrt(value: __m256) -> __m256 {
+        unsafe { _mm256_sqrt_ps(value) }
+    }
+
+    #[inline(always)]
     unsafe fn round(value: __m256) -> __m256 {
         unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(value) }
     }

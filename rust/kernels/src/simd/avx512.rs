@@ -63,6 +63,11 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
+    unsafe fn sqrt(value: __m512) -> __m512 {
+        unsafe { _mm512_sqrt_ps(value) }
+    }
+
+    #[inline(always)]
     unsafe fn round(value: __m512) -> __m512 {
         unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(value) }
     }
@@ -138,21 +143,22 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
+    unsafe fn round_bf16(value: __m512) -> __m512 {
+        unsafe {
+            let halves: __m256i = bf16_of::<BF16>(value);
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn round_f16(value: __m512) -> __m512 {
+        unsafe { _mm512_cvtph_ps(_mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(value)) }
+    }
+
+    #[inline(always)]
     unsafe fn store_bf16(to: *mut u16, value: __m512) {
         unsafe {
-            let halves: __m256i = if BF16 {
-                std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(value))
-            } else {
-                // Half of the last kept bit, less one where that bit is 0: a tie goes to the even one.
-                let bits = _mm512_castps_si512(value);
-                let last = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-                let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff)));
-                // What is no number must not become infinity.
-                let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x0040_0000));
-                let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(value, value);
-                let kept = _mm512_mask_blend_epi32(is_nan, rounded, quiet);
-                _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(kept))
-            };
+            let halves = bf16_of::<BF16>(value);
             _mm256_storeu_si256(to.cast(), halves);
         }
     }
@@ -177,6 +183,26 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     #[inline(always)]
     unsafe fn largest(value: __m512) -> f32 {
         unsafe { _mm512_reduce_max_ps(value) }
+    }
+}
+
+/// Rounded to the nearest bf16, ties to even.
+#[inline(always)]
+unsafe fn bf16_of<const BF16: bool>(value: __m512) -> __m256i {
+    unsafe {
+        if BF16 {
+            std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(value))
+        } else {
+            // Half of the last kept bit, less one where that bit is 0: a tie goes to the even one.
+            let bits = _mm512_castps_si512(value);
+            let last = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff)));
+            // What is no number must not become infinity.
+            let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x0040_0000));
+            let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(value, value);
+            let kept = _mm512_mask_blend_epi32(is_nan, rounded, quiet);
+            _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(kept))
+        }
     }
 }
 

@@ -42,6 +42,7 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
     /// a * b + c
     unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    unsafe fn sqrt(value: Self::V) -> Self::V;
     /// To the nearest whole number.
     unsafe fn round(value: Self::V) -> Self::V;
     /// 2 to the power of whole numbers from -126 to 127.
@@ -80,6 +81,28 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn dot_bf16_pair(sum: Self::V, a: u32, b: Self::V) -> Self::V {
         let _ = (a, b);
         sum
+    }
+
+    /// Rounded to the nearest bf16.
+    #[inline(always)]
+    unsafe fn round_bf16(value: Self::V) -> Self::V {
+        let mut halves = [0; MAX_LANES];
+        // SAFETY: there is room for the widest vector.
+        unsafe {
+            Self::store_bf16(halves.as_mut_ptr(), value);
+            Self::load_bf16(halves.as_ptr())
+        }
+    }
+
+    /// Rounded to the nearest fp16.
+    #[inline(always)]
+    unsafe fn round_f16(value: Self::V) -> Self::V {
+        let mut halves = [0; MAX_LANES];
+        // SAFETY: as above.
+        unsafe {
+            Self::store_f16(halves.as_mut_ptr(), value);
+            Self::load_f16(halves.as_ptr())
+        }
     }
 
     /// As bf16, rounded to the nearest.

@@ -64,6 +64,11 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
+    unsafe fn sqrt(value: float32x4_t) -> float32x4_t {
+        unsafe { vsqrtq_f32(value) }
+    }
+
+    #[inline(always)]
     unsafe fn round(value: float32x4_t) -> float32x4_t {
         unsafe { vrndnq_f32(value) }
     }

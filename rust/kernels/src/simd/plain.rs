@@ -67,6 +67,11 @@ impl Simd for Plain {
     }
 
     #[inline(always)]
+    unsafe fn sqrt(value: Self::V) -> Self::V {
+        value.map(f32::sqrt)
+    }
+
+    #[inline(always)]
     unsafe fn round(value: Self::V) -> Self::V {
         value.map(f32::round_ties_even)
     }

@@ -1,0 +1,257 @@
+"""Element-wise calls of a recorded forward in runs, each run one pass over the rows.
+
+Between its linear layers and its attention a model computes norms, rotations, activations and sums, call by call, and
+every call writes to memory what the next one reads. Most of them take a token's part of their operands to that token's
+part of the result, its row. Such calls are put off until somebody else needs a result of theirs, and all that waits by
+then is computed row by row in one call of a kernel, every value rounded as torch would round it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
+
+from chairlift import _native
+from chairlift.engine.replay.agreement import Law
+from chairlift.engine.replay.calls import TENSOR, Call
+from chairlift.engine.replay.instructions import Instruction
+from chairlift.engine.replay.operators import Operation, Shape, recognise
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# Rows are the tokens of a step, or its sampled ones.
+_TOKENS: Law = (1, 0, 0, 1)
+_SAMPLED: Law = (0, 1, 0, 1)
+_ONE: Law = (0, 0, 1, 1)
+# A run of fewer calls is not worth a kernel.
+LEAST_CALLS = 2
+
+
+def fuse(
+    instructions: Sequence[Instruction], output: int, constants: Mapping[int, torch.Tensor], *, one_token: bool
+) -> list[Instruction]:
+    """The same forward, its element-wise calls in runs.
+
+    Args:
+        instructions: A forward.
+        output: The value that it returns.
+        constants: Values that no call makes.
+        one_token: It is one of single tokens.
+    """
+    if any(instruction.call.writes for instruction in instructions):
+        # What is written may be seen through another tensor, and runs are computed later.
+        return list(instructions)
+    return _Fusion(instructions, output, constants, one_token=one_token).run()
+
+
+class RowRun:
+    """A run, as a function of tensors."""
+
+    def __init__(
+        self, program: _native.RowProgram, inputs: Sequence[torch.Tensor | int | None], outputs: Sequence["_Output"]
+    ) -> None:
+        """A run of a program.
+
+        Args:
+            program: What is computed.
+            inputs: Of each input of the program, the constant, or the dimension of the rows in what the call is given.
+            outputs: What is made.
+        """
+        self._run = program.run
+        constants = [None if isinstance(given, int) else _capsule(given) for given in inputs]
+        self._inputs = constants
+        self._places = [index for index, constant in enumerate(constants) if constant is None]
+        self._row_dim = next(given for given in inputs if isinstance(given, int))
+        self._outputs = outputs
+
+    def __call__(self, *given: torch.Tensor) -> list[torch.Tensor]:
+        """The outputs."""
+        rows = given[0].shape[self._row_dim]
+        inputs = self._inputs.copy()
+        for place, tensor in zip(self._places, given, strict=True):
+            inputs[place] = to_dlpack(tensor if tensor.stride(-1) == 1 else tensor.contiguous())
+        outputs = [output.made(rows) for output in self._outputs]
+        self._run(inputs, [to_dlpack(output) for output in outputs])
+        return outputs
+
+
+class _Output(NamedTuple):
+    """A tensor to be made; rows come one behind the other in memory, whatever its dimensions."""
+
+    sizes: tuple[int, ...]  # with 1 for the rows
+    strides: tuple[int, ...]
+    row_dim: int
+    dtype: torch.dtype
+
+    def made(self, rows: int) -> torch.Tensor:
+        sizes = list(self.sizes)
+        sizes[self.row_dim] = rows
+        return torch.empty_strided(sizes, self.strides, dtype=self.dtype, device="cpu")
+
+
+class _Fusion:
+    def __init__(
+        self,
+        instructions: Sequence[Instruction],
+        output: int,
+        constants: Mapping[int, torch.Tensor],
+        *,
+        one_token: bool,
+    ) -> None:
+        self._instructions = instructions
+        self._constants = constants
+        self._last_use = {value: n for n, made in enumerate(instructions) for value in made.call.values}
+        self._last_use[output] = len(instructions)
+        self._shapes: dict[int, Shape] = {}
+        self._dtypes: dict[int, torch.dtype] = {value: tensor.dtype for value, tensor in constants.items()}
+        self._sizes: dict[int, tuple[Law, ...]] = {}
+        for value, tensor in constants.items():
+            if (shape := _shape_of_constant(tensor)) is not None:
+                self._shapes[value] = shape
+        for made in instructions:
+            values = [value for value in made.call.results if value is not None]
+            for value, dtype, sizes in zip(values, made.call.dtypes, made.sizes, strict=True):
+                self._dtypes[value], self._sizes[value] = dtype, sizes
+                shape = _shape(sizes, one_token=one_token)
+                if shape is not None and dtype in _DTYPES:
+                    self._shapes[value] = shape
+
+    def run(self) -> list[Instruction]:
+        done: list[Instruction] = []
+        waiting: dict[int, tuple[Operation, Instruction]] = {}  # by result
+        for position, instruction in enumerate(self._instructions):
+            operation = recognise(instruction, self._shapes)
+            if operation is not None:
+                waiting[operation.result] = operation, instruction
+                continue
+            if waiting.keys() & set(instruction.call.values):
+                done += self._flushed(waiting, position)
+                waiting = {}
+            done.append(instruction)
+        return [*done, *self._flushed(waiting, len(self._instructions))]
+
+    def _flushed(self, waiting: Mapping[int, tuple[Operation, Instruction]], position: int) -> Iterator[Instruction]:
+        """What waits, for those from `position` on: one run, then views of what it makes and of what was there."""
+
+        def root(value: int) -> int:
+            while value in waiting and waiting[value][0].name == "view":
+                value = int(waiting[value][0].operands[0])
+            return value
+
+        needed = [value for value in waiting if self._last_use.get(value, -1) >= position]
+        outputs = list(dict.fromkeys(base for value in needed if (base := root(value)) in waiting))
+        reached: set[int] = set()
+        left = list(outputs)
+        while left:
+            value = left.pop()
+            if value not in reached:
+                reached.add(value)
+                left += [base for operand in waiting[value][0].values if (base := root(operand)) in waiting]
+        if len(reached) < LEAST_CALLS:
+            yield from (instruction for _, instruction in waiting.values())
+            return
+        operations = [waiting[value][0] for value in waiting if value in reached]
+        yield self._as_one(operations, outputs, root)
+        views: set[int] = set()
+        for value in needed:
+            while value in waiting and waiting[value][0].name == "view":
+                views.add(value)
+                value = int(waiting[value][0].operands[0])
+        yield from (instruction for value, (_, instruction) in waiting.items() if value in views)
+
+    def _as_one(self, operations: Sequence[Operation], outputs: Sequence[int], root: Any) -> Instruction:
+        """Operations as one instruction that makes those values."""
+        made = {operation.result for operation in operations}
+        roots = (root(value) for operation in operations for value in operation.values)
+        inputs = list(dict.fromkeys(value for value in roots if value not in made))
+        registers = {value: n for n, value in enumerate([*inputs, *(operation.result for operation in operations)])}
+
+        def place(value: int) -> tuple[int, int, int]:
+            return registers[root(value)], self._shapes[value].groups, self._shapes[value].length
+
+        def row_dim(value: int) -> int | None:
+            shape = self._shapes[value]
+            return None if shape.rows is None else shape.rank - shape.row_dim
+
+        program = _native.RowProgram(
+            [(self._shapes[value].groups, self._shapes[value].length, row_dim(value)) for value in inputs],
+            [
+                (
+                    operation.name,
+                    [operand if isinstance(operand, float) else place(operand) for operand in operation.operands],
+                    self._shapes[operation.result].groups,
+                    self._shapes[operation.result].length,
+                    _DTYPES[self._dtypes[operation.result]],
+                    operation.start,
+                )
+                for operation in operations
+            ],
+            [(*place(value), row_dim(value) or 0) for value in outputs],
+            torch.get_num_threads(),
+        )
+        given = [value for value in inputs if value not in self._constants]
+        run = RowRun(
+            program,
+            [self._constants.get(value, row_dim(value)) for value in inputs],
+            [_output(self._shapes[value], self._dtypes[value]) for value in outputs],
+        )
+        call = Call(
+            run,
+            ("tuple", ("tuple", *(TENSOR for _ in given)), ("dict",)),
+            tuple(given),
+            tuple(outputs),
+            several=True,
+            dtypes=tuple(self._dtypes[value] for value in outputs),
+            ranks=tuple(self._shapes[value].rank for value in outputs),
+            writes=False,
+        )
+        return Instruction(call, (), tuple(self._sizes[value] for value in outputs))
+
+
+def _shape(sizes: Sequence[Law], *, one_token: bool) -> Shape | None:
+    """Sizes as rows of groups; None where they are none."""
+    rank = len(sizes)
+    if rank < 2:
+        return None
+    counts = [b if a == c == 0 and divisor == 1 else None for a, c, b, divisor in sizes]
+    rows: list[tuple[Law, int]] = [
+        (law, rank - index) for index, law in enumerate(sizes[:-1]) if law in (_TOKENS, _SAMPLED)
+    ]
+    if not rows and one_token and 1 in counts[:-1]:
+        # Of one row, any dimension of size 1 is that of the rows.
+        rows = [(_ONE, next(dim for dim in range(2, rank + 1) if counts[rank - dim] == 1))]
+    length = counts[-1]
+    if len(rows) != 1 or length is None:
+        return None
+    law, row_dim = rows[0]
+    others = [(count, rank - index) for index, count in enumerate(counts[:-1]) if rank - index != row_dim]
+    groups = [(count, dim) for count, dim in others if count != 1]
+    if len(groups) > 1 or (groups and groups[0][0] is None):
+        return None
+    count, group_dim = groups[0] if groups else (1, 0)
+    return Shape(count or 1, length, law, row_dim, group_dim, rank)
+
+
+def _shape_of_constant(tensor: torch.Tensor) -> Shape | None:
+    """A constant that is the same for all rows: a number or a vector along the last dimension."""
+    if tensor.dtype not in _DTYPES or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return None
+    if any(size != 1 for size in tensor.shape[:-1]) or tensor.numel() == 0:
+        return None
+    return Shape(1, tensor.numel(), None, 0, 0, tensor.dim())
+
+
+def _output(shape: Shape, dtype: torch.dtype) -> _Output:
+    width = shape.groups * shape.length
+    sizes, strides = [1] * shape.rank, [width] * shape.rank
+    sizes[-1], strides[-1] = shape.length, 1
+    if shape.group_dim:
+        sizes[-shape.group_dim], strides[-shape.group_dim] = shape.groups, shape.length
+    return _Output(tuple(sizes), tuple(strides), shape.rank - shape.row_dim, dtype)
+
+
+def _capsule(constant: torch.Tensor | None) -> Any:
+    """A constant for the kernel, which holds it."""
+    if constant is None:
+        raise AssertionError("what is the same for all rows is a constant")
+    return to_dlpack(constant.detach().reshape(-1).contiguous())
