@@ -55,9 +55,11 @@ def recorded_weights() -> Iterator[dict[int, torch.Tensor]]:
     """Fills the dictionary with the weights of this thread's linear calls inside the block, by `id`."""
     weights: dict[int, torch.Tensor] = {}
 
-    def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(*args: Any, **kwargs: Any) -> torch.Tensor:
+        weight = args[1] if len(args) > 1 else kwargs["weight"]
         weights[id(weight)] = weight
-        return TORCHS_LINEAR(input, weight, bias)
+        # As it came: who records calls sees how they are written.
+        return TORCHS_LINEAR(*args, **kwargs)
 
     with linear_context(linear):
         yield weights
