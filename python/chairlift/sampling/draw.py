@@ -52,10 +52,14 @@ def choose(
 def _choose(
     logits: torch.Tensor, table: SamplingTable, rows: torch.Tensor, draws: torch.Tensor, logprobs: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    scores = logits.float()
-    tokens = torch.argmax(scores, dim=-1)
+    # On a CPU several times as fast as `argmax`, which gives the same.
+    tokens = logits.max(dim=-1).indices
     drawn = table.draws[rows]
-    if bool(drawn.any()):
+    draws_any = bool(drawn.any())
+    if not (draws_any or logprobs):
+        return tokens, None
+    scores = logits.float()
+    if draws_any:
         # Warped rows replace their scores; greedy rows keep theirs, as `generate` applies no warper to them.
         warped = warp(scores[drawn], table, rows[drawn])
         tokens[drawn] = torch.argmax(warped + gumbel(draws[drawn], scores.shape[-1]), dim=-1)
