@@ -16,3 +16,5 @@ mod numbers;
 pub mod rowwise;
 mod simd;
 pub mod team;
+#[cfg(target_arch = "x86_64")]
+mod tiles;

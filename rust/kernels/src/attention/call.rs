@@ -114,6 +114,9 @@ pub(crate) struct Attend<'a, E> {
     pub plan: &'a Plan,
     pub call: CallView<'a>,
     pub page_size: usize,
+    /// Whether products of many rows are computed in tile registers.
+    #[cfg(target_arch = "x86_64")]
+    pub in_tiles: bool,
     /// [partials, heads, size of V]
     pub partial_sums: *mut f32,
     /// [partials, heads]
@@ -236,6 +239,11 @@ impl<E: Element> Kernel for RunTask<'_, E> {
                 self.attend.dot_piece::<S>(piece, self.scratch);
             } else {
                 for kv_head in self.task.kv_heads.clone() {
+                    #[cfg(target_arch = "x86_64")]
+                    if self.attend.in_tiles {
+                        self.attend.amx_piece::<S>(piece, kv_head, self.scratch);
+                        continue;
+                    }
                     self.attend.tile_piece::<S>(piece, kv_head, self.scratch);
                 }
             }
@@ -246,12 +254,12 @@ impl<E: Element> Kernel for RunTask<'_, E> {
 /// A thread's own memory.
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
-    queries: Numbers,
-    scores: Numbers,
-    sums: Numbers,
-    keys: Numbers,
-    values: Numbers,
-    staging: Numbers,
+    pub queries: Numbers,
+    pub scores: Numbers,
+    pub sums: Numbers,
+    pub keys: Numbers,
+    pub values: Numbers,
+    pub staging: Numbers,
     running: Vec<Running>,
 }
 

@@ -3,6 +3,8 @@
 //! K and V are read where they lie, through the block tables, and written there; nothing is gathered and no mask is
 //! made. See [`PagedAttention`].
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod call;
 mod dot;
 mod plan;
@@ -230,6 +232,8 @@ impl PagedAttention {
                 sinks: call.sinks,
             },
             page_size: self.page_size,
+            #[cfg(target_arch = "x86_64")]
+            in_tiles: self.isa == Isa::AmxBf16 && E::DTYPE == Dtype::Bf16,
             partial_sums: self.partial_sums.room(plan.num_partials * heads.heads * call.v_pages.size),
             partial_running: self.partial_running.as_mut_ptr(),
             element: PhantomData,

@@ -5,7 +5,7 @@
 //! multiply. See [`PackedLinear`].
 
 #[cfg(target_arch = "x86_64")]
-mod tiles;
+mod amx;
 mod vectors;
 
 use std::fmt;
@@ -20,6 +20,8 @@ use crate::memory::Memory;
 use crate::numbers::Numbers;
 use crate::simd::{self, Kernel, Simd};
 use crate::team::Team;
+#[cfg(target_arch = "x86_64")]
+use crate::tiles;
 
 /// Rows that a panel is multiplied with before the next ones: their sums stay near.
 const ROWS_AT_ONCE: usize = 64;
