@@ -226,6 +226,8 @@ unsafe fn at<E>(rows: &Rows, token: usize, head: usize) -> *mut E {
 pub(crate) struct RunTask<'a, E> {
     pub attend: &'a Attend<'a, E>,
     pub task: &'a Task,
+    /// What this thread is likely to be given next.
+    pub next: Option<&'a Task>,
     pub scratch: &'a mut Scratch,
 }
 
@@ -236,7 +238,8 @@ impl<E: Element> Kernel for RunTask<'_, E> {
         // SAFETY: the call was checked.
         unsafe {
             if self.attend.plan.is_dot(piece, self.attend.call.heads) {
-                self.attend.dot_piece::<S>(piece, self.scratch);
+                let next = self.next.map(|task| &self.attend.plan.pieces[task.piece]);
+                self.attend.dot_piece::<S>(piece, next, self.scratch);
             } else {
                 for kv_head in self.task.kv_heads.clone() {
                     #[cfg(target_arch = "x86_64")]

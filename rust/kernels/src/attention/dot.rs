@@ -8,12 +8,17 @@ use crate::element::{Dtype, Element};
 use crate::simd::Simd;
 
 impl<E: Element> Attend<'_, E> {
-    /// A piece of one token.
+    /// A piece of one token. While its last keys are computed, the first ones of `next` are asked for.
     ///
     /// # Safety
     /// The machine must have the instructions of `S`; the call was checked.
     #[inline(always)]
-    pub(super) unsafe fn dot_piece<S: Simd>(&self, piece: &Piece, scratch: &mut Scratch) {
+    pub(super) unsafe fn dot_piece<S: Simd>(
+        &self,
+        piece: &Piece,
+        next: Option<&Piece>,
+        scratch: &mut Scratch,
+    ) {
         let token = self.plan.tokens[piece.tokens.start];
         let group = self.call.heads.heads / self.call.heads.kv_heads;
         let (size, size_v) = (self.call.k_pages.size, self.call.v_pages.size);
@@ -23,6 +28,11 @@ impl<E: Element> Attend<'_, E> {
         let heads = self.call.heads.heads;
         // Products of bf16 pairs take the query as it is.
         let pairs = S::DOT_BF16 && E::DTYPE == Dtype::Bf16 && size.is_multiple_of(2 * S::LANES);
+        // The rows that will be read after those of a tile.
+        let soon = |start: usize, offset: usize| {
+            self.place(piece.row, &keys, start + offset + KEYS)
+                .or_else(|| next.and_then(|next| self.place(next.row, &next.keys, next.keys.start + offset)))
+        };
         // SAFETY: rows of scratch were made for these sizes; K and V are read at visible keys, whose blocks were
         // checked.
         unsafe {
@@ -41,7 +51,7 @@ impl<E: Element> Attend<'_, E> {
                 for kv_head in 0..self.call.heads.kv_heads {
                     let head = kv_head * group;
                     for part in self.parts(piece.row, start..end) {
-                        let ahead = self.place(piece.row, &keys, start + part.offset + KEYS);
+                        let ahead = soon(start, part.offset);
                         let k = self.k(&part, kv_head);
                         let strip = Strip {
                             rows: k,
@@ -86,7 +96,7 @@ impl<E: Element> Attend<'_, E> {
                         }
                     }
                     for part in self.parts(piece.row, start..end) {
-                        let ahead = self.place(piece.row, &keys, start + part.offset + KEYS);
+                        let ahead = soon(start, part.offset);
                         let v = self.v(&part, kv_head);
                         let strip = Strip {
                             rows: v,

@@ -244,7 +244,8 @@ impl PagedAttention {
             // SAFETY: a worker uses its own scratch only; the machine has the instructions; the call was checked.
             unsafe {
                 let scratch = scratch.of(worker);
-                simd::run(isa, RunTask { attend: &attend, task: &plan.tasks[task], scratch });
+                let next = plan.tasks.get(task + threads);
+                simd::run(isa, RunTask { attend: &attend, task: &plan.tasks[task], next, scratch });
             }
         });
         let parts = plan.merges.len().div_ceil(MERGES_AT_ONCE);
