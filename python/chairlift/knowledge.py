@@ -7,6 +7,7 @@ parameters as objects, the config, and torch's settings. What cannot be compared
 """
 
 import enum
+import gc
 import sys
 import threading
 import types
@@ -92,7 +93,7 @@ _known: "WeakKeyDictionary[PreTrainedModel, tuple[list[Any], Knowledge]]" = Weak
 def knowledge_of(model: PreTrainedModel) -> Knowledge:
     """What is known of a model as it is now; what was known of it as it was before is forgotten."""
     try:
-        signature = list(_signature(model))
+        signature = _signed(model)
     except _Incomparable:
         forget_knowledge(model)
         return Knowledge()
@@ -106,7 +107,7 @@ def knowledge_of(model: PreTrainedModel) -> Knowledge:
 def keep_knowledge(model: PreTrainedModel, knowledge: Knowledge) -> None:
     """Keeps what is known of a model as it is now."""
     try:
-        signature = list(_signature(model))
+        signature = _signed(model)
     except _Incomparable:
         return
     with _lock:
@@ -117,6 +118,23 @@ def forget_knowledge(model: PreTrainedModel) -> None:
     """Forgets a model, where somebody knows that it is another."""
     with _lock:
         _known.pop(model, None)
+
+
+def _signed(model: PreTrainedModel) -> list[Any]:
+    """The signature of a model.
+
+    Raises:
+        _Incomparable: As `_signature`.
+    """
+    # Ten thousands of small objects, most of them gone at once: nothing that the collector should look through all of
+    # torch for, which takes longer than all the rest.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return list(_signature(model))
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _signature(model: PreTrainedModel) -> Iterator[Any]:
