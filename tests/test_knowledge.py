@@ -83,6 +83,13 @@ def test_another_page_size_is_proven_again(model: PreTrainedModel, learned: mock
     assert learned.call_count == 1
 
 
+class Settings:
+    """What a module may keep beside its tensors."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
 def scaled(module: torch.nn.Module, input: torch.Tensor) -> torch.Tensor:
     return 2 * torch.nn.functional.linear(input, module.weight)  # type: ignore[arg-type]
 
@@ -110,6 +117,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], object]] = {
         model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
     ),
     "a buffer": replace_buffer,
+    "the inside of an object": lambda model: setattr(model.model.layers[0].settings, "scale", 2.0),
     "torch's threads": lambda _: torch.set_num_threads(torch.get_num_threads() + 1),
 }
 
@@ -118,6 +126,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], object]] = {
 def test_of_a_model_that_was_changed_nothing_is_kept(
     model: PreTrainedModel, learned: mock.Mock, change: str, request: pytest.FixtureRequest
 ) -> None:
+    model.model.layers[0].settings = Settings()
     serve(model)
     known = knowledge_of(model)
     assert known.facts is not None

@@ -203,7 +203,7 @@ def _token(value: Any, depth: int) -> Any:
         return _token(value.__func__, depth - 1), _token(value.__self__, depth - 1)
     if isinstance(value, PretrainedConfig):
         return kind, _token(vars(value), depth - 1)
-    if isinstance(value, dict):
+    if isinstance(value, dict | types.MappingProxyType):
         return kind, [(_token(key, depth - 1), _token(item, depth - 1)) for key, item in value.items()]
     if isinstance(value, list | tuple):
         return kind, [_token(item, depth - 1) for item in value]
@@ -213,4 +213,9 @@ def _token(value: Any, depth: int) -> Any:
         return kind, frozenset(value)
     if isinstance(value, types.BuiltinFunctionType):
         return kind, value.__module__, value.__qualname__
-    return _Same(value)
+    if isinstance(value, types.FunctionType | types.ModuleType | type):
+        return _Same(value)
+    if not hasattr(value, "__dict__"):
+        # What is in it cannot be seen.
+        raise _Incomparable
+    return _Same(value), _token(vars(value), depth - 1)

@@ -17,8 +17,8 @@ from chairlift import _native
 _ONEDNN_TILE = 64
 # Rows that its tiles are chosen for. With one row oneDNN takes others, which are slow with more.
 _ONEDNN_ROWS = 512
-# The kernels' panels and tiles, at most.
-_NATIVE_TILE = 48
+# Columns of the widest panel of the kernels, and elements that are packed together.
+_NATIVE_WIDTH, _NATIVE_DEPTH = 48, 32
 
 
 class Packing(Protocol):
@@ -68,7 +68,8 @@ class NativePacking(Packing):
 
     @staticmethod
     def copy_bytes(weight: torch.Tensor) -> int:
-        return _padded_bytes(weight, _NATIVE_TILE)
+        out_size, in_size = weight.shape
+        return (out_size + _NATIVE_WIDTH) * (in_size + _NATIVE_DEPTH) * weight.element_size()
 
 
 class OneDnnPacking(Packing):
@@ -98,7 +99,8 @@ class OneDnnPacking(Packing):
 
     @staticmethod
     def copy_bytes(weight: torch.Tensor) -> int:
-        return _padded_bytes(weight, _ONEDNN_TILE)
+        out_size, in_size = (-(-size // _ONEDNN_TILE) * _ONEDNN_TILE for size in weight.shape)
+        return out_size * in_size * weight.element_size()
 
 
 # By name, in the order of preference among those that are equally fast.
@@ -115,11 +117,6 @@ def padded_rows(rows: int) -> int:
     """
     granule = 1 << max(0, rows.bit_length() - 4)
     return -(-rows // granule) * granule
-
-
-def _padded_bytes(weight: torch.Tensor, tile: int) -> int:
-    out_size, in_size = (-(-size // tile) * tile for size in weight.shape)
-    return out_size * in_size * weight.element_size()
 
 
 def _capsule(tensor: torch.Tensor) -> object:
