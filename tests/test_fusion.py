@@ -152,6 +152,16 @@ def test_what_is_between_two_layers_is_one_run() -> None:
     toy.check(TOLERANCES[torch.bfloat16])
 
 
+def test_parts_without_elements_stay_torchs() -> None:
+    def forward(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        turned, rest = x[..., :WIDTH], x[..., WIDTH:]
+        return torch.cat((gated(turned), rest * 2), dim=-1)
+
+    toy = Toy(forward, torch.float32)
+    assert toy.runs
+    toy.check(1e-5)
+
+
 NOT_ROW_BY_ROW: dict[str, Forward] = {
     "over the tokens": lambda x, _: (x.mean(1, keepdim=True) + x.mean(-2, keepdim=True)).mean(0, keepdim=True),
     "a softmax": lambda x, _: x.softmax(-1).log(),

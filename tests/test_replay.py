@@ -457,3 +457,12 @@ def test_two_sizes_prove_no_line() -> None:
 def test_the_same_step_twice_is_enough_for_that_step() -> None:
     assert not Agreement(recording(4, 4, 4)).covers((4, 4))
     assert agreement_of(lambda t, _: t, [(4, 4), (4, 4)]).covers((4, 4))
+
+
+def test_a_program_that_cannot_be_written_costs_nobody_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise ValueError("no such register")
+
+    monkeypatch.setattr("chairlift.engine.replay.forward.write_program", fail)
+    described = assert_served(tiny_model("llama"))
+    assert described == "eager: no program could be written: ValueError: no such register"

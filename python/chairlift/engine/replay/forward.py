@@ -109,7 +109,11 @@ class RecordedForward:
             return self._by_model(make_step(), inputs)
         point = (inputs[0].shape[1], inputs[2].shape[0])
         world = self._worlds.setdefault(point[0] == 1, _World())
-        program = world.program_for(point, self._linears)
+        try:
+            program = world.program_for(point, self._linears)
+        except Exception as error:
+            self._give_up(f"no program could be written: {type(error).__name__}: {error}", loud=True)
+            return self._by_model(make_step(), inputs)
         if program is None:
             return self._recorded(world, make_step(), inputs)
         if world.is_proven(program):

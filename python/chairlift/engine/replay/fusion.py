@@ -214,6 +214,8 @@ def _shape(sizes: Sequence[Law], *, one_token: bool) -> Shape | None:
     if rank < 2:
         return None
     counts = [b if a == c == 0 and divisor == 1 else None for a, c, b, divisor in sizes]
+    if 0 in counts:
+        return None
     rows: list[tuple[Law, int]] = [
         (law, rank - index) for index, law in enumerate(sizes[:-1]) if law in (_TOKENS, _SAMPLED)
     ]
