@@ -3,7 +3,7 @@
 //!
 //! A row is a token's part of each tensor: `groups` runs of `length` elements (heads of some size, say). A [`Program`]
 //! computes rows of its outputs from the same rows of its inputs, all in between stays in the nearest cache. Every
-//! result is rounded to its own dtype, as if it had been written to a tensor.
+//! computed result is rounded to its own dtype, as if it had been written to a tensor.
 
 use half::{bf16, f16};
 
@@ -19,6 +19,8 @@ use crate::team::Team;
 const PARTS: usize = 4;
 /// Elements of a part, at least.
 const PART_ELEMENTS: usize = 8192;
+/// Elements of a register, at most: no row of a model is nearly that long.
+const MOST_ELEMENTS: usize = 1 << 28;
 
 macro_rules! ensure {
     ($holds:expr, $($message:tt)+) => {
@@ -40,8 +42,9 @@ pub struct Place {
 }
 
 impl Place {
+    /// Elements of a row; those of no register where they are more than can be counted.
     const fn size(self) -> usize {
-        self.groups * self.length
+        self.groups.saturating_mul(self.length)
     }
 }
 
@@ -100,9 +103,9 @@ pub enum Step {
     Unary(Unary, Operand),
     /// The mean of each group.
     Mean(Place),
-    /// Elements of each group from one on.
+    /// Elements of each group from one on, as they are.
     Slice(Place, usize),
-    /// The groups of some registers, one behind the other.
+    /// The groups of some registers, one behind the other, as they are.
     Cat(Vec<Place>),
 }
 
@@ -233,7 +236,13 @@ impl Program {
 
 /// Marks the next register as written.
 fn write(sizes: &mut Vec<usize>, to: Place) -> Result<(), Invalid> {
-    ensure!(to.size() > 0, "register {} has no elements", to.register);
+    ensure!(
+        (1..=MOST_ELEMENTS).contains(&to.size()),
+        "register {} has {} groups of {} elements: 1 to {MOST_ELEMENTS} elements are possible",
+        to.register,
+        to.groups,
+        to.length
+    );
     ensure!(
         to.register == sizes.len(),
         "register {} is written, and {} is the next",
@@ -289,7 +298,7 @@ fn check(sizes: &[usize], instruction: &Instruction) -> Result<(), Invalid> {
         }
         &Step::Slice(from, start) => {
             ensure!(
-                to.groups == from.groups && start + to.length <= from.length,
+                to.groups == from.groups && start.saturating_add(to.length) <= from.length,
                 "{} elements from {start} on of {}",
                 to.length,
                 from.length
@@ -297,7 +306,7 @@ fn check(sizes: &[usize], instruction: &Instruction) -> Result<(), Invalid> {
             read(sizes, from)
         }
         Step::Cat(parts) => {
-            let length: usize = parts.iter().map(|part| part.length).sum();
+            let length = parts.iter().fold(0, |length: usize, part| length.saturating_add(part.length));
             ensure!(
                 length == to.length && parts.iter().all(|part| part.groups == to.groups),
                 "parts of {length} elements together become {}",
