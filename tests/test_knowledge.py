@@ -117,6 +117,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], object]] = {
         model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
     ),
     "a buffer": replace_buffer,
+    "a module beside the tree": lambda model: setattr(model.model.layers[0].settings, "inner", torch.nn.Linear(2, 2)),
     "the inside of an object": lambda model: setattr(model.model.layers[0].settings, "scale", 2.0),
     "torch's threads": lambda _: torch.set_num_threads(torch.get_num_threads() + 1),
 }
@@ -207,3 +208,21 @@ def test_two_managers_at_once_record_each_for_itself(model: PreTrainedModel) -> 
         answers = [[manager.get_result(label).generated_tokens for label in given] for manager, given in labels]
     assert answers[0] == answers[1]
     serve(model)
+
+
+def test_a_switch_in_the_models_code_is_seen(
+    model: PreTrainedModel, learned: mock.Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama import modeling_llama
+
+    monkeypatch.setattr(modeling_llama, "SWITCH", False, raising=False)
+    serve(model)
+    monkeypatch.setattr(modeling_llama, "SWITCH", True)
+    serve(model)
+    assert learned.call_count == 2
+
+
+@pytest.mark.parametrize("thing", ["a name", None, torch.nn.Linear(2, 2)], ids=["str", "None", "Linear"])
+def test_what_is_no_model_is_refused_as_such(thing: Any) -> None:
+    with pytest.raises(TypeError, match=f"the model is a {type(thing).__name__}, but must be a transformers"):
+        chairlift.init_continuous_batching(thing)

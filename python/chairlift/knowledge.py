@@ -26,8 +26,10 @@ from chairlift.probe import ModelFacts
 
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), type(Ellipsis), enum.Enum)
 _TORCH_PLAIN = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
-# How deep containers are looked into; a config holds those of its parts.
+# How deep objects are looked into; a config holds those of its parts.
 _DEPTH = 8
+# Sessions set it, and set it back.
+_SESSIONS = frozenset({"training"})
 
 
 class _Incomparable(Exception):
@@ -93,7 +95,7 @@ _known: "WeakKeyDictionary[PreTrainedModel, tuple[list[Any], Knowledge]]" = Weak
 def knowledge_of(model: PreTrainedModel) -> Knowledge:
     """What is known of a model as it is now; what was known of it as it was before is forgotten."""
     try:
-        signature = _signed(model)
+        signature = _signature(model)
     except _Incomparable:
         forget_knowledge(model)
         return Knowledge()
@@ -107,7 +109,7 @@ def knowledge_of(model: PreTrainedModel) -> Knowledge:
 def keep_knowledge(model: PreTrainedModel, knowledge: Knowledge) -> None:
     """Keeps what is known of a model as it is now."""
     try:
-        signature = _signed(model)
+        signature = _signature(model)
     except _Incomparable:
         return
     with _lock:
@@ -120,102 +122,106 @@ def forget_knowledge(model: PreTrainedModel) -> None:
         _known.pop(model, None)
 
 
-def _signed(model: PreTrainedModel) -> list[Any]:
-    """The signature of a model.
+def _signature(model: PreTrainedModel) -> list[Any]:
+    """All that a forward can depend on, but for the values of tensors.
 
     Raises:
-        _Incomparable: As `_signature`.
+        _Incomparable: There is something whose change would not be seen.
     """
     # Ten thousands of small objects, most of them gone at once: nothing that the collector should look through all of
     # torch for, which takes longer than all the rest.
     collects = gc.isenabled()
     gc.disable()
     try:
-        return list(_signature(model))
+        return [*_settings(), *_Signer(model).tokens()]
     finally:
         if collects:
             gc.enable()
 
 
-def _signature(model: PreTrainedModel) -> Iterator[Any]:
-    """All that a forward can depend on, but for the values of tensors.
-
-    Raises:
-        _Incomparable: There is something whose change would not be seen.
-    """
-    yield from _settings()
-    configs: dict[int, Any] = {}
-    code: set[str] = set()
-    for module in model.modules():
-        kind = type(module)
-        yield _Same(module)
-        yield _Same(kind)
-        yield _token(kind.forward, _DEPTH)
-        for name, value in vars(module).items():
-            # Sessions set it, and set it back.
-            if name == "training":
-                continue
-            yield name
-            if isinstance(value, PretrainedConfig):
-                # Every layer holds it.
-                if id(value) not in configs:
-                    configs[id(value)] = _token(value, _DEPTH)
-                yield configs[id(value)]
-            else:
-                yield _token(value, _DEPTH)
-        code.update(base.__module__ for base in kind.__mro__ if not base.__module__.startswith(("torch.", "builtins")))
-    # What its classes call by name: whole functions are exchanged there.
-    for name in sorted(code):
-        yield name
-        for key, value in list(vars(sys.modules.get(name, types)).items()):
-            if isinstance(value, types.FunctionType | type):
-                yield key
-                yield _Same(value)
-                if isinstance(value, type):
-                    yield [
-                        (at, _Same(method))
-                        for at, method in vars(value).items()
-                        if isinstance(method, types.FunctionType)
-                    ]
-
-
-def _settings() -> Iterator[Any]:
+def _settings() -> list[Any]:
     """torch's own, as they stand for this thread."""
-    yield torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_inference_mode_enabled()
-    yield torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    yield torch.get_float32_matmul_precision(), torch._C._get_mkldnn_enabled()
-    for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
-        yield _token(getattr(modules, name, {}), _DEPTH)
+    hooks = [getattr(modules, name, {}) for name in ("_global_forward_hooks", "_global_forward_pre_hooks")]
+    return [
+        (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_inference_mode_enabled()),
+        (torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()),
+        (torch.get_float32_matmul_precision(), torch._C._get_mkldnn_enabled()),
+        [_Same(hook) for of_all in hooks for hook in of_all.values()],
+    ]
 
 
-def _token(value: Any, depth: int) -> Any:
-    """What stands for a value: equal to that of the same value, and unequal once it has changed."""
-    if depth == 0:
-        raise _Incomparable
-    kind = type(value)
-    if isinstance(value, _PLAIN + _TORCH_PLAIN):
-        return kind, value
-    if isinstance(value, torch.Tensor):
-        return _Same(value), value.shape, value.dtype, value.device, value.layout
-    if isinstance(value, torch.nn.Module):
-        return _Same(value)
-    if isinstance(value, types.MethodType):
-        return _token(value.__func__, depth - 1), _token(value.__self__, depth - 1)
-    if isinstance(value, PretrainedConfig):
-        return kind, _token(vars(value), depth - 1)
-    if isinstance(value, dict | types.MappingProxyType):
-        return kind, [(_token(key, depth - 1), _token(item, depth - 1)) for key, item in value.items()]
-    if isinstance(value, list | tuple):
-        return kind, [_token(item, depth - 1) for item in value]
-    if isinstance(value, set | frozenset):
-        if not all(isinstance(item, _PLAIN) for item in value):
+class _Signer:
+    """Makes tokens of what a model is made of: equal to those of the same thing, and unequal once it has changed."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._modules = list(model.modules())
+        self._tree = {id(module) for module in self._modules}
+        self._configs: dict[int, Any] = {}  # every layer holds the model's
+
+    def tokens(self) -> Iterator[Any]:
+        """Of its modules, and of the code that they are written in."""
+        code: set[str] = set()
+        for module in self._modules:
+            kind = type(module)
+            yield _Same(module), _Same(kind), self._token(kind.forward, _DEPTH)
+            yield [
+                (name, self._token(value, _DEPTH))
+                for name, value in list(vars(module).items())
+                if name not in _SESSIONS
+            ]
+            code.update(base.__module__ for base in kind.__mro__ if base.__module__.partition(".")[0] != "torch")
+        # What its classes call by name: whole functions are exchanged there, and switches turned.
+        for name in sorted(code & sys.modules.keys()):
+            yield name, list(self._code(vars(sys.modules[name])))
+
+    def _code(self, names: dict[str, Any]) -> Iterator[Any]:
+        for name, value in list(names.items()):
+            if isinstance(value, _PLAIN):
+                yield name, type(value), value
+            elif isinstance(value, types.FunctionType):
+                yield name, _Same(value)
+            elif isinstance(value, type):
+                methods = [
+                    (at, _Same(item)) for at, item in vars(value).items() if isinstance(item, types.FunctionType)
+                ]
+                yield name, _Same(value), methods
+
+    def _token(self, value: Any, depth: int) -> Any:
+        if depth == 0:
             raise _Incomparable
-        return kind, frozenset(value)
-    if isinstance(value, types.BuiltinFunctionType):
-        return kind, value.__module__, value.__qualname__
-    if isinstance(value, types.FunctionType | types.ModuleType | type):
-        return _Same(value)
-    if not hasattr(value, "__dict__"):
+        kind = type(value)
+        match value:
+            case _ if isinstance(value, _PLAIN + _TORCH_PLAIN):
+                return kind, value
+            case torch.Tensor():
+                return _Same(value), value.shape, value.dtype, value.device, value.layout
+            case torch.nn.Module():
+                if id(value) not in self._tree:
+                    # Its own modules and parameters are looked at nowhere.
+                    raise _Incomparable
+                return _Same(value)
+            case PretrainedConfig():
+                if id(value) not in self._configs:
+                    self._configs[id(value)] = kind, self._token(vars(value), depth - 1)
+                return self._configs[id(value)]
+            case types.MethodType():
+                return self._token(value.__func__, depth - 1), self._token(value.__self__, depth - 1)
+            case types.BuiltinFunctionType():
+                return kind, value.__module__, value.__qualname__
+            case types.FunctionType() | types.ModuleType() | type():
+                return _Same(value)
+            case dict() | types.MappingProxyType():
+                items = [(self._token(key, depth - 1), self._token(item, depth - 1)) for key, item in value.items()]
+                return kind, items, self._attributes(value, depth)
+            case list() | tuple():
+                return kind, [self._token(item, depth - 1) for item in value], self._attributes(value, depth)
+            case set() | frozenset() if all(isinstance(item, _PLAIN) for item in value):
+                return kind, frozenset(value)
+            case _ if hasattr(value, "__dict__"):
+                return _Same(value), self._attributes(value, depth)
         # What is in it cannot be seen.
         raise _Incomparable
-    return _Same(value), _token(vars(value), depth - 1)
+
+    def _attributes(self, value: Any, depth: int) -> Any:
+        attributes = getattr(value, "__dict__", None)
+        return self._token(attributes, depth - 1) if attributes else None

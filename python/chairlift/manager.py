@@ -32,7 +32,7 @@ from chairlift.engine.sizing import batch_cost, resolve
 from chairlift.evaluation import evaluating
 from chairlift.knowledge import Knowledge, forget_knowledge, keep_knowledge, knowledge_of
 from chairlift.outputs import GenerationOutput, GroupStats, Stats, WorkloadHints
-from chairlift.probe import learn
+from chairlift.probe import learn, require_model
 from chairlift.prompts import Prompt, Prompts, packed_prompts, prompt_array
 from chairlift.sampling.options import GenerationOptions, eos_tuple
 
@@ -71,6 +71,7 @@ class ContinuousBatchingManager:
             TypeError: An argument of the wrong type.
             ValueError: The model cannot be served (and why), or a value is out of bounds or not served yet.
         """
+        require_model(model)
         self.model = model
         self._knowledge = known = knowledge_of(model)
         learned_something = known.facts is None

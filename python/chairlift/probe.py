@@ -80,6 +80,16 @@ class ModelFacts:
     logits_bytes: int
 
 
+def require_model(model: object) -> None:
+    """Refuses what is no model at all.
+
+    Raises:
+        TypeError: Not a `PreTrainedModel`.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"the model is a {type(model).__name__}, but must be a transformers PreTrainedModel")
+
+
 def learn(model: PreTrainedModel) -> ModelFacts:
     """Learns what a model is. Takes one forward of 12 tokens and one of 76.
 
@@ -127,8 +137,7 @@ def _refuse_placements(model: PreTrainedModel) -> None:
         TypeError: Not a `PreTrainedModel`.
         ValueError: Spread over devices, sharded, tensor-parallel, or without weights.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"the model is a {type(model).__name__}, but must be a transformers PreTrainedModel")
+    require_model(model)
     if getattr(model, "_device_mesh", None) is not None or (getattr(model, "tp_size", None) or 1) > 1:
         raise refusal(model, "it is tensor-parallel")
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
