@@ -98,146 +98,101 @@ pub(crate) struct Part {
     pub lines: usize,
 }
 
+/// Multiplies tile after tile of a panel's depth, with what one or two tiles of rows need.
+macro_rules! each_tile {
+    ($part:ident, [$($load:literal)?], [$($product:literal),*], [$($advance:literal)?], $($operands:tt)*) => {
+        asm!(
+            "2:",
+            "tileloadd tmm4, [{panel} + {line}]",
+            "tileloadd tmm5, [{panel} + {line} + 1024]",
+            "tileloadd tmm6, [{upper} + {upper_stride}]",
+            "tdpbf16ps tmm0, tmm6, tmm4",
+            $($load,)?
+            "tdpbf16ps tmm1, tmm6, tmm5",
+            "mov {left}, {lines}",
+            "lea {ahead}, [{panel} + {distance}]",
+            "test {left}, {left}",
+            "jz 4f",
+            "3:",
+            "prefetcht1 [{ahead}]",
+            "add {ahead}, 64",
+            "dec {left}",
+            "jnz 3b",
+            "4:",
+            $($product,)*
+            "add {panel}, 2048",
+            "add {upper}, 64",
+            $($advance,)?
+            "dec {count}",
+            "jnz 2b",
+            panel = inout(reg) $part.panel => _,
+            upper = inout(reg) $part.upper.start => _,
+            upper_stride = in(reg) $part.upper.stride,
+            line = in(reg) 64_usize,
+            ahead = out(reg) _,
+            distance = const AHEAD,
+            lines = in(reg) $part.lines,
+            left = out(reg) _,
+            count = inout(reg) $part.count => _,
+            $($operands)*
+            options(nostack, readonly),
+        )
+    };
+}
+
 /// Multiplies rows with a panel.
 ///
 /// # Safety
 /// The registers must be ready; all must be valid for what is read or written: whole tiles.
 #[inline(always)]
 pub(crate) unsafe fn multiply(part: Part) {
-    // SAFETY: as promised by the caller.
-    unsafe {
-        match part.lower {
-            Some(lower) => multiply_two(part, lower),
-            None => multiply_one(part),
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn multiply_two(part: Part, lower: Rows) {
-    let Part { upper, panel, count, sums, adds, lines, .. } = part;
-    let below = sums.start.wrapping_add(ROWS * sums.stride);
+    let sums = part.sums;
+    let below = Sums { start: sums.start.wrapping_add(ROWS * sums.stride), ..sums };
     // SAFETY: as promised by the caller; no tile register is used by compiled code.
     unsafe {
-        if adds {
-            asm!(
-                "tileloadd tmm0, [{sums} + {stride}]",
-                "tileloadd tmm1, [{sums} + {stride} + 64]",
-                "tileloadd tmm2, [{below} + {stride}]",
-                "tileloadd tmm3, [{below} + {stride} + 64]",
-                sums = in(reg) sums.start,
-                below = in(reg) below,
-                stride = in(reg) sums.stride,
-                options(nostack, readonly),
-            );
-        } else {
-            asm!("tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3", options(nostack, nomem));
-        }
-        asm!(
-            "2:",
-            "tileloadd tmm4, [{panel} + {line}]",
-            "tileloadd tmm5, [{panel} + {line} + 1024]",
-            "tileloadd tmm6, [{upper} + {upper_stride}]",
-            "tdpbf16ps tmm0, tmm6, tmm4",
-            "tileloadd tmm7, [{lower} + {lower_stride}]",
-            "tdpbf16ps tmm1, tmm6, tmm5",
-            "mov {left}, {lines}",
-            "lea {ahead}, [{panel} + {distance}]",
-            "test {left}, {left}",
-            "jz 4f",
-            "3:",
-            "prefetcht1 [{ahead}]",
-            "add {ahead}, 64",
-            "dec {left}",
-            "jnz 3b",
-            "4:",
-            "tdpbf16ps tmm2, tmm7, tmm4",
-            "tdpbf16ps tmm3, tmm7, tmm5",
-            "add {panel}, 2048",
-            "add {upper}, 64",
-            "add {lower}, 64",
-            "dec {count}",
-            "jnz 2b",
-            panel = inout(reg) panel => _,
-            upper = inout(reg) upper.start => _,
-            lower = inout(reg) lower.start => _,
-            upper_stride = in(reg) upper.stride,
-            lower_stride = in(reg) lower.stride,
-            line = in(reg) 64_usize,
-            ahead = out(reg) _,
-            distance = const AHEAD,
-            lines = in(reg) lines,
-            left = out(reg) _,
-            count = inout(reg) count => _,
-            options(nostack, readonly),
-        );
-        asm!(
-            "tilestored [{sums} + {stride}], tmm0",
-            "tilestored [{sums} + {stride} + 64], tmm1",
-            "tilestored [{below} + {stride}], tmm2",
-            "tilestored [{below} + {stride} + 64], tmm3",
-            sums = in(reg) sums.start,
-                below = in(reg) below,
-            stride = in(reg) sums.stride,
-            options(nostack),
-        );
-    }
-}
-
-#[inline(always)]
-unsafe fn multiply_one(part: Part) {
-    let Part { upper, panel, count, sums, adds, lines, .. } = part;
-    // SAFETY: as above.
-    unsafe {
-        if adds {
-            asm!(
-                "tileloadd tmm0, [{sums} + {stride}]",
-                "tileloadd tmm1, [{sums} + {stride} + 64]",
-                sums = in(reg) sums.start,
-                stride = in(reg) sums.stride,
-                options(nostack, readonly),
-            );
+        if part.adds {
+            load_upper(sums);
         } else {
             asm!("tilezero tmm0", "tilezero tmm1", options(nostack, nomem));
         }
-        asm!(
-            "2:",
-            "tileloadd tmm4, [{panel} + {line}]",
-            "tileloadd tmm5, [{panel} + {line} + 1024]",
-            "tileloadd tmm6, [{upper} + {upper_stride}]",
-            "tdpbf16ps tmm0, tmm6, tmm4",
-            "mov {left}, {lines}",
-            "lea {ahead}, [{panel} + {distance}]",
-            "test {left}, {left}",
-            "jz 4f",
-            "3:",
-            "prefetcht1 [{ahead}]",
-            "add {ahead}, 64",
-            "dec {left}",
-            "jnz 3b",
-            "4:",
-            "tdpbf16ps tmm1, tmm6, tmm5",
-            "add {panel}, 2048",
-            "add {upper}, 64",
-            "dec {count}",
-            "jnz 2b",
-            panel = inout(reg) panel => _,
-            upper = inout(reg) upper.start => _,
-            upper_stride = in(reg) upper.stride,
-            line = in(reg) 64_usize,
-            ahead = out(reg) _,
-            distance = const AHEAD,
-            lines = in(reg) lines,
-            left = out(reg) _,
-            count = inout(reg) count => _,
-            options(nostack, readonly),
+        let Some(lower) = part.lower else {
+            each_tile!(part, [], [], [],);
+            return store_upper(sums);
+        };
+        if part.adds {
+            load_lower(below);
+        } else {
+            asm!("tilezero tmm2", "tilezero tmm3", options(nostack, nomem));
+        }
+        each_tile!(
+            part,
+            ["tileloadd tmm7, [{lower} + {lower_stride}]"],
+            ["tdpbf16ps tmm2, tmm7, tmm4", "tdpbf16ps tmm3, tmm7, tmm5"],
+            ["add {lower}, 64"],
+            lower = inout(reg) lower.start => _,
+            lower_stride = in(reg) lower.stride,
         );
-        asm!(
-            "tilestored [{sums} + {stride}], tmm0",
-            "tilestored [{sums} + {stride} + 64], tmm1",
-            sums = in(reg) sums.start,
-            stride = in(reg) sums.stride,
-            options(nostack),
-        );
+        store_upper(sums);
+        store_lower(below);
     }
+}
+
+/// Moves a pair of tiles between registers and memory.
+macro_rules! moves {
+    ($($name:ident: $first:literal, $second:literal;)+) => {$(
+        #[inline(always)]
+        unsafe fn $name(sums: Sums) {
+            // SAFETY: as promised by the caller of `multiply`.
+            unsafe {
+                asm!($first, $second, sums = in(reg) sums.start, stride = in(reg) sums.stride, options(nostack));
+            }
+        }
+    )+};
+}
+
+moves! {
+    load_upper: "tileloadd tmm0, [{sums} + {stride}]", "tileloadd tmm1, [{sums} + {stride} + 64]";
+    load_lower: "tileloadd tmm2, [{sums} + {stride}]", "tileloadd tmm3, [{sums} + {stride} + 64]";
+    store_upper: "tilestored [{sums} + {stride}], tmm0", "tilestored [{sums} + {stride} + 64], tmm1";
+    store_lower: "tilestored [{sums} + {stride}], tmm2", "tilestored [{sums} + {stride} + 64], tmm3";
 }

@@ -4,11 +4,11 @@ use chairlift_core::Reach;
 use chairlift_kernels::attention::{Call, Invalid, NewRows, Pages, Rows, StepRows, Table};
 use chairlift_kernels::element::Dtype;
 use chairlift_kernels::isa::Isa;
-use chairlift_kernels::team::Team;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::geometry::reach_of;
+use crate::machine::{isa_of, team_of};
 use crate::tensor::Tensor;
 
 /// The instruction sets that the kernels are compiled for and this machine has, the best first.
@@ -37,14 +37,7 @@ impl PagedAttention {
     ) -> PyResult<Self> {
         let reaches: Vec<Reach> =
             groups.iter().map(|(form, tokens)| reach_of(form, *tokens)).collect::<PyResult<_>>()?;
-        let isa = match isa {
-            None => Isa::best(),
-            Some(name) => name.parse().map_err(|error| PyValueError::new_err(format!("{error}")))?,
-        };
-        let team = match team {
-            None => Team::of_process(),
-            Some(name) => name.parse().map_err(|error| PyValueError::new_err(format!("{error}")))?,
-        };
+        let (isa, team) = (isa_of(isa)?, team_of(team)?);
         let inner = chairlift_kernels::attention::PagedAttention::new(page_size, &reaches, isa, team)
             .map_err(to_python)?;
         Ok(Self { inner, threads: num_threads.max(1) })

@@ -7,6 +7,7 @@ mod engine;
 mod errors;
 mod geometry;
 mod linear;
+mod machine;
 mod rowwise;
 mod tensor;
 

@@ -1,12 +1,12 @@
 //! Linear layers on the CPU.
 
-use chairlift_kernels::isa::Isa;
 use chairlift_kernels::linear::Matrix;
 use chairlift_kernels::team::Team;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::attention::{check_run, to_python};
+use crate::machine::{isa_of, team_of};
 use crate::tensor::Tensor;
 
 /// The packed copy of a linear layer's weight; see `_native.pyi`.
@@ -28,14 +28,7 @@ impl PackedLinear {
         isa: Option<&str>,
         team: Option<&str>,
     ) -> PyResult<Self> {
-        let isa = match isa {
-            None => Isa::best(),
-            Some(name) => name.parse().map_err(|error| PyValueError::new_err(format!("{error}")))?,
-        };
-        let team = match team {
-            None => Team::of_process(),
-            Some(name) => name.parse().map_err(|error| PyValueError::new_err(format!("{error}")))?,
-        };
+        let (isa, team) = (isa_of(isa)?, team_of(team)?);
         let dtype = weight.dtype("weight")?;
         let matrix = Shared([matrix(&weight, "weight")?]);
         let threads = num_threads.max(1);

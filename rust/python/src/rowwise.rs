@@ -1,13 +1,13 @@
 //! Runs of element-wise operators on the CPU.
 
 use chairlift_kernels::element::Dtype;
-use chairlift_kernels::isa::Isa;
 use chairlift_kernels::rowwise::{Binary, Instruction, Operand, Place, Program, Rows, Step, Unary};
 use chairlift_kernels::team::Team;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::attention::{check_run, to_python};
+use crate::machine::{isa_of, team_of};
 use crate::tensor::Tensor;
 
 /// (register, groups, length)
@@ -50,14 +50,7 @@ impl RowProgram {
         isa: Option<&str>,
         team: Option<&str>,
     ) -> PyResult<Self> {
-        let isa = match isa {
-            None => Isa::best(),
-            Some(name) => name.parse().map_err(|error| PyValueError::new_err(format!("{error}")))?,
-        };
-        let team = match team {
-            None => Team::of_process(),
-            Some(name) => name.parse().map_err(|error| PyValueError::new_err(format!("{error}")))?,
-        };
+        let (isa, team) = (isa_of(isa)?, team_of(team)?);
         let places = inputs.iter().enumerate();
         let places =
             places.map(|(register, &(groups, length, _))| Place { register, groups, length }).collect();

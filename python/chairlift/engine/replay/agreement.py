@@ -31,9 +31,8 @@ class Agreement:
         self.constants = recording.constants
         self.output = recording.output
         self.unchanged = dict(recording.unchanged)
-        self.shared = set(recording.shared)
         self.count = 1
-        self.version = 0  # moves when more became known of the numbers or of the memory of results
+        self.version = 0  # moves when more became known of the numbers or of what calls give back
         self.proven_version: int | None = None  # whose program gave the model's logits
         self._points: set[Point] = set()
         self._buckets: set[Point] = set()
@@ -61,9 +60,8 @@ class Agreement:
         self._take(recording)
         self.count += 1
         unchanged = {value: other for value, other in self.unchanged.items() if recording.unchanged.get(value) == other}
-        shared = self.shared | set(recording.shared)
-        if (unchanged, shared) != (self.unchanged, self.shared):
-            self.unchanged, self.shared, self.version = unchanged, shared, self.version + 1
+        if unchanged != self.unchanged:
+            self.unchanged, self.version = unchanged, self.version + 1
 
     @property
     def one_token(self) -> bool:

@@ -54,7 +54,6 @@ class Recording:
         numbers: For each call the numbers of its arguments and the sizes of its results.
         constants: Tensors that no call made and that are no inputs, by value.
         unchanged: Results that were the very object of an argument: the value of either.
-        shared: Pairs of values that may lie in the same memory.
         output: The value of the logits.
     """
 
@@ -64,7 +63,6 @@ class Recording:
     numbers: list[int] = field(default_factory=list)
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
     unchanged: dict[int, int] = field(default_factory=dict)
-    shared: list[tuple[int, int]] = field(default_factory=list)
     output: int = -1
 
 
@@ -211,7 +209,7 @@ class Recorder(TorchFunctionMode):
         elif any(not isinstance(item, torch.Tensor | None) for item in items) or all(item is None for item in items):
             self.refuse(f"what it does depends on computed values ({name_of(func)})")
             return
-        recording, memories = self.recording, [_memory(tensor) for tensor in tensors]
+        recording = self.recording
         recording.numbers += numbers
         results: list[int | None] = []
         made = [item for item in items if item is not None]
@@ -222,12 +220,9 @@ class Recorder(TorchFunctionMode):
             value = self._add(item)
             results.append(value)
             recording.numbers += item.shape
-            where = _memory(item)
-            for other, tensor, memory in zip(values, tensors, memories, strict=True):
+            for other, tensor in zip(values, tensors, strict=True):
                 if item is tensor:
                     recording.unchanged.setdefault(value, other)
-                if where and where == memory:
-                    recording.shared.append((value, other))
         recording.calls.append(
             Call(
                 func,

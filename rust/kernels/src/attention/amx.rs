@@ -1,5 +1,7 @@
 //! Many query rows over a stretch of keys, of bf16, by products in tile registers.
 
+use std::ops::Range;
+
 use half::bf16;
 
 use super::call::{Attend, Scratch};
@@ -46,22 +48,8 @@ impl<E: Element> Attend<'_, E> {
             tiles::enter();
 
             let seen = |index: usize| &self.plan.seen[tokens[index]];
-            let (mut first, mut last) = (0, 0);
-            let mut start = piece.keys.start;
-            while start < piece.keys.end {
-                let end = piece.keys.end.min(start + KEYS);
-                // The tokens that see any of these keys: both ends of what they see rise from token to token.
-                while first < tokens.len() && seen(first).end <= start {
-                    first += 1;
-                }
-                while last < tokens.len() && seen(last).start < end {
-                    last += 1;
-                }
-                let seeing = first * group..last * group;
-                if seeing.is_empty() {
-                    start = end;
-                    continue;
-                }
+            for (Range { start, end }, seeing) in self.stretches(piece) {
+                let seeing = seeing.start * group..seeing.end * group;
                 self.pack(piece.row, start..end, kv_head, keys, values);
                 for rows in
                     (seeing.start..seeing.end).step_by(ROWS).map(|row| row..seeing.end.min(row + ROWS))
@@ -120,16 +108,9 @@ impl<E: Element> Attend<'_, E> {
                         });
                     }
                 }
-                start = end;
             }
             tiles::leave();
-            for (index, &token) in tokens.iter().enumerate() {
-                for in_group in 0..group {
-                    let row = index * group + in_group;
-                    let sum = sums.add(row * width_v);
-                    self.leave::<S>(piece, index, token, head + in_group, sum, *running.add(row));
-                }
-            }
+            self.leave_all::<S>(piece, head, sums, width_v, running);
         }
     }
 
@@ -142,7 +123,7 @@ impl<E: Element> Attend<'_, E> {
     unsafe fn pack(
         &self,
         row: usize,
-        keys: std::ops::Range<usize>,
+        keys: Range<usize>,
         kv_head: usize,
         to_keys: *mut u8,
         to_values: *mut u8,

@@ -1,9 +1,11 @@
 //! Many query rows over a stretch of keys: matrix products of tiles, the keys' tile unpacked once for all rows.
 
+use std::ops::Range;
+
 use super::call::{Attend, Scratch};
 use super::plan::{KEYS, Piece};
 use super::product::{self, Product};
-use super::softmax::{scale_row, weigh};
+use super::softmax::{Running, scale_row, weigh};
 use crate::element::Element;
 use crate::simd::Simd;
 
@@ -38,22 +40,8 @@ impl<E: Element> Attend<'_, E> {
             let staging = scratch.staging(width);
 
             let seen = |index: usize| &self.plan.seen[tokens[index]];
-            let (mut first, mut last) = (0, 0);
-            let mut start = piece.keys.start;
-            while start < piece.keys.end {
-                let end = piece.keys.end.min(start + KEYS);
-                // The tokens that see any of these keys: both ends of what they see rise from token to token.
-                while first < tokens.len() && seen(first).end <= start {
-                    first += 1;
-                }
-                while last < tokens.len() && seen(last).start < end {
-                    last += 1;
-                }
-                let seeing = first * group..last * group;
-                if seeing.is_empty() {
-                    start = end;
-                    continue;
-                }
+            for (Range { start, end }, seeing) in self.stretches(piece) {
+                let seeing = seeing.start * group..seeing.end * group;
                 self.unpack::<S>(piece.row, start..end, kv_head, keys, staging, values);
                 for rows in
                     (seeing.start..seeing.end).step_by(ROWS).map(|row| row..seeing.end.min(row + ROWS))
@@ -94,19 +82,52 @@ impl<E: Element> Attend<'_, E> {
                         columns: width_v,
                     });
                 }
-                start = end;
             }
-            for (index, &token) in tokens.iter().enumerate() {
-                for in_group in 0..group {
-                    let row = index * group + in_group;
-                    self.leave::<S>(
-                        piece,
-                        index,
-                        token,
-                        head + in_group,
-                        sums.add(row * width_v),
-                        *running.add(row),
-                    );
+            self.leave_all::<S>(piece, head, sums, width_v, running);
+        }
+    }
+
+    /// The keys of a piece, some at a time, with the tokens of the piece that see any of them; without those that none
+    /// sees.
+    pub(super) fn stretches(&self, piece: &Piece) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
+        let tokens = &self.plan.tokens[piece.tokens.clone()];
+        let seen = |index: usize| &self.plan.seen[tokens[index]];
+        let (mut first, mut last) = (0, 0);
+        let keys = piece.keys.clone();
+        keys.clone().step_by(KEYS).filter_map(move |start| {
+            let end = keys.end.min(start + KEYS);
+            // Both ends of what they see rise from token to token.
+            while first < tokens.len() && seen(first).end <= start {
+                first += 1;
+            }
+            while last < tokens.len() && seen(last).start < end {
+                last += 1;
+            }
+            (first < last).then_some((start..end, first..last))
+        })
+    }
+
+    /// Hands on the results of all tokens of a piece for the heads of a group, token by token, the first head given.
+    ///
+    /// # Safety
+    /// As for `tile_piece`; `sums` must be rows of `width` numbers, and `running` as many.
+    #[inline(always)]
+    pub(super) unsafe fn leave_all<S: Simd>(
+        &self,
+        piece: &Piece,
+        head: usize,
+        sums: *const f32,
+        width: usize,
+        running: *const Running,
+    ) {
+        let group = self.call.heads.heads / self.call.heads.kv_heads;
+        for (index, &token) in self.plan.tokens[piece.tokens.clone()].iter().enumerate() {
+            for in_group in 0..group {
+                let row = index * group + in_group;
+                // SAFETY: as promised by the caller.
+                unsafe {
+                    let (sum, running) = (sums.add(row * width), *running.add(row));
+                    self.leave::<S>(piece, index, token, head + in_group, sum, running);
                 }
             }
         }
@@ -120,7 +141,7 @@ impl<E: Element> Attend<'_, E> {
     unsafe fn unpack<S: Simd>(
         &self,
         row: usize,
-        keys: std::ops::Range<usize>,
+        keys: Range<usize>,
         kv_head: usize,
         to_keys: *mut f32,
         staging: *mut f32,

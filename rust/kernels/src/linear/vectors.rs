@@ -25,7 +25,7 @@ pub(super) fn width(isa: Isa) -> usize {
     width
 }
 
-/// Vectors of a panel's row: with so many rows at a time that the accumulators fill the registers.
+/// Vectors of a panel's row: with [`row_count`] rows at a time the accumulators fill the registers.
 #[inline(always)]
 const fn panel_vectors<S: Simd>() -> usize {
     if S::WIDE_FILE { 3 } else { 2 }
@@ -227,24 +227,16 @@ unsafe fn some_rows<S: Simd, F: Factors, const VECTORS: usize>(
 ) -> usize {
     // SAFETY: as promised by the caller.
     unsafe {
-        if S::WIDE_FILE {
-            match rows {
-                1 => block::<S, F, VECTORS, 1>(given, weights, steps, sums, adds, ahead),
-                2 => block::<S, F, VECTORS, 2>(given, weights, steps, sums, adds, ahead),
-                3 => block::<S, F, VECTORS, 3>(given, weights, steps, sums, adds, ahead),
-                4 => block::<S, F, VECTORS, 4>(given, weights, steps, sums, adds, ahead),
-                5 => block::<S, F, VECTORS, 5>(given, weights, steps, sums, adds, ahead),
-                6 => block::<S, F, VECTORS, 6>(given, weights, steps, sums, adds, ahead),
-                7 => block::<S, F, VECTORS, 7>(given, weights, steps, sums, adds, ahead),
-                _ => block::<S, F, VECTORS, 8>(given, weights, steps, sums, adds, ahead),
-            }
-        } else {
-            match rows {
-                1 => block::<S, F, VECTORS, 1>(given, weights, steps, sums, adds, ahead),
-                2 => block::<S, F, VECTORS, 2>(given, weights, steps, sums, adds, ahead),
-                3 => block::<S, F, VECTORS, 3>(given, weights, steps, sums, adds, ahead),
-                _ => block::<S, F, VECTORS, 4>(given, weights, steps, sums, adds, ahead),
-            }
+        match rows {
+            1 => block::<S, F, VECTORS, 1>(given, weights, steps, sums, adds, ahead),
+            2 => block::<S, F, VECTORS, 2>(given, weights, steps, sums, adds, ahead),
+            3 => block::<S, F, VECTORS, 3>(given, weights, steps, sums, adds, ahead),
+            4 => block::<S, F, VECTORS, 4>(given, weights, steps, sums, adds, ahead),
+            _ if !S::WIDE_FILE => block::<S, F, VECTORS, 4>(given, weights, steps, sums, adds, ahead),
+            5 => block::<S, F, VECTORS, 5>(given, weights, steps, sums, adds, ahead),
+            6 => block::<S, F, VECTORS, 6>(given, weights, steps, sums, adds, ahead),
+            7 => block::<S, F, VECTORS, 7>(given, weights, steps, sums, adds, ahead),
+            _ => block::<S, F, VECTORS, 8>(given, weights, steps, sums, adds, ahead),
         }
     }
 }
