@@ -159,3 +159,25 @@ def test_sampling_takes_no_more_than_it_says() -> None:
 
 def test_an_integer_temperature_is_a_temperature(llama: PreTrainedModel) -> None:
     assert len(chairlift.generate_batch(llama, [[5]], max_new_tokens=2, do_sample=True, temperature=1)) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_of_equal_logits_the_first_is_the_greedy_token_and_no_number_before_all(dtype: torch.dtype) -> None:
+    for seed in range(20):
+        logits = torch.randint(0, 4, (5, 900 + seed), generator=torch.Generator().manual_seed(seed)).to(dtype)
+        logits[1, [17, 40]] = float("nan")
+        logits[2] = float("-inf")
+        table = SamplingTable(
+            draws=torch.zeros(5, dtype=torch.bool),
+            temperature=torch.ones(5),
+            top_k=torch.zeros(5, dtype=torch.int64),
+            top_p=torch.ones(5),
+        )
+        tokens, logprobs = choose(logits, table, torch.arange(5), torch.zeros(5, 3, dtype=torch.int32), logprobs=False)
+        assert logprobs is None
+        assert tokens.tolist() == [_first_of_the_largest(row) for row in logits.tolist()]
+
+
+def _first_of_the_largest(row: list[float]) -> int:
+    no_number = [index for index, value in enumerate(row) if value != value]
+    return no_number[0] if no_number else row.index(max(row))

@@ -1,0 +1,105 @@
+"""Packed layers and row programs through the binding: what does not fit is refused, nothing read or written."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
+
+from chairlift import _native
+
+WEIGHT = torch.arange(24, dtype=torch.float32).view(4, 6)
+
+
+def layer(weight: torch.Tensor = WEIGHT, isa: str | None = None) -> _native.PackedLinear:
+    return _native.PackedLinear(to_dlpack(weight), 2, isa)
+
+
+def doubled() -> _native.RowProgram:
+    """Adds three groups of four to themselves."""
+    instructions: list[Any] = [("add", [(0, 3, 4), (0, 3, 4)], 3, 4, "float32", 0)]
+    return _native.RowProgram([(3, 4, 1)], instructions, [(1, 3, 4, 1)], 2)
+
+
+@pytest.mark.parametrize("isa", _native.instruction_sets())
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_a_layer_takes_rows_at_any_equal_distance(isa: str, rows: int) -> None:
+    wide = torch.randn(rows, 9, generator=torch.Generator().manual_seed(rows))
+    out = torch.full((rows, 7), float("nan"))
+    layer(isa=isa).multiply(to_dlpack(wide[:, 2:8]), to_dlpack(out[:, 1:5]))
+    torch.testing.assert_close(out[:, 1:5], wide[:, 2:8] @ WEIGHT.T, rtol=1e-5, atol=1e-5)
+    assert out[:, [0, 5, 6]].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: multiplied(torch.ones(2, 5)), ValueError, r"the input is \[2, 5\]: \[2, 6\] is expected"),
+        (lambda: multiplied(torch.ones(3, 6)), ValueError, r"the input is \[3, 6\]: \[2, 6\] is expected"),
+        (lambda: multiplied(torch.ones(2, 6), torch.ones(2, 3)), ValueError, r"the output is \[2, 3\]: \[2, 4\]"),
+        (lambda: multiplied(torch.ones(2, 6), bias=torch.ones(3)), ValueError, r"the bias is \[1, 3\]: \[1, 4\]"),
+        (lambda: multiplied(torch.ones(2, 6).bfloat16()), TypeError, "input is of Bf16, and the weight of F32"),
+        (lambda: multiplied(torch.ones(2, 6).double()), TypeError, "input: float32, bfloat16 or float16 is expected"),
+        (lambda: multiplied(torch.ones(6, 2).T), ValueError, "the last dimension of input has stride 2, not 1"),
+        (lambda: multiplied(torch.ones(3, 2, 6)[:, :1].expand(3, 2, 6)), ValueError, "rows of input do not lie"),
+        (lambda: multiplied(torch.tensor(1.0)), ValueError, "input is a number, not rows of them"),
+        (lambda: layer(torch.ones(0, 6)), ValueError, r"a weight of \[0, 6\]: nothing can be packed of it"),
+        (lambda: layer(isa="mmx"), ValueError, '"mmx" is unknown or not of this machine'),
+    ],
+)
+def test_a_layer_refuses_what_does_not_fit(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def multiplied(input: torch.Tensor, out: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> None:
+    out = torch.ones(2, 4) if out is None else out
+    layer().multiply(to_dlpack(input), to_dlpack(out), None if bias is None else to_dlpack(bias))
+
+
+def test_a_program_takes_rows_before_or_behind_groups() -> None:
+    x = torch.randn(1, 5, 3, 4)
+    out = torch.empty(1, 5, 3, 4)
+    doubled().run([to_dlpack(x)], [to_dlpack(out)])
+    assert torch.equal(out, 2 * x)
+    behind = _native.RowProgram([(3, 4, 2)], [("copy", [(0, 3, 4)], 3, 4, "float32", 0)], [(1, 3, 4, 1)], 2)
+    behind.run([to_dlpack(x.transpose(1, 2))], [to_dlpack(out)])
+    assert torch.equal(out, x)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "error", "message"),
+    [
+        ([], [torch.ones(1, 5, 3, 4)], ValueError, "0 inputs and 1 outputs: 1 and 1 are expected"),
+        ([torch.ones(1, 5, 3, 4)], [torch.ones(1, 6, 3, 4)], ValueError, "tensors of 5 and of 6 rows"),
+        ([torch.ones(1, 5, 4, 4)], [torch.ones(1, 5, 3, 4)], ValueError, r"\[1, 5, 4, 4\].*3 groups of 4 are expected"),
+        ([torch.ones(1, 5, 3, 5)], [torch.ones(1, 5, 3, 4)], ValueError, r"\[1, 5, 3, 5\].*3 groups of 4 are expected"),
+        ([torch.ones(2, 5, 3, 4)], [torch.ones(1, 5, 3, 4)], ValueError, r"\[2, 5, 3, 4\].*3 groups of 4 are expected"),
+        ([torch.ones(5)], [torch.ones(1, 5, 3, 4)], ValueError, r"\[5\].*3 groups of 4 are expected"),
+        ([torch.ones(1, 5, 3, 4).long()], [torch.ones(1, 5, 3, 4)], TypeError, "float32, bfloat16 or float16"),
+        ([torch.ones(1, 5, 4, 3).mT], [torch.ones(1, 5, 3, 4)], ValueError, "has stride 3, not 1"),
+    ],
+)
+def test_a_program_refuses_what_does_not_fit(
+    inputs: list[torch.Tensor], outputs: list[torch.Tensor], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        doubled().run([*map(to_dlpack, inputs)], [*map(to_dlpack, outputs)])
+
+
+@pytest.mark.parametrize(
+    ("instruction", "message"),
+    [
+        (("sin", [(0, 1, 8)], 1, 8, "float32", 0), 'no operation "sin" of 1 such operands'),
+        (("add", [(0, 1, 8)], 1, 8, "float32", 0), 'no operation "add" of 1 such operands'),
+        (("copy", [(0, 1, 8)], 1, 8, "int64", 0), "a result of int64: float32, bfloat16 and float16 are possible"),
+        (("slice", [(0, 1, 8)], 1, 2, "float32", 2**64 - 1), "elements from 18446744073709551615 on of 8"),
+        (("cat", [(0, 1, 8), 2.0], 1, 9, "float32", 0), "2 is no part of a cat"),
+        (("copy", [(7, 1, 8)], 1, 8, "float32", 0), "register 7 is read as 1 groups of 8, and holds 0"),
+        (("copy", [(0, 2**33, 2**31)], 2**33, 2**31, "float32", 0), "register 0 is read as"),
+    ],
+)
+def test_a_program_that_is_none_is_refused(instruction: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _native.RowProgram([(1, 8, 0)], [instruction], [], 1)
