@@ -21,7 +21,7 @@ impl<E: Element> Product<'_, E> {
         let depth = size.div_ceil(DEPTH);
         let block = even_parts(depth, TILES_AT_ONCE);
         let padded = rows.next_multiple_of(2 * ROWS);
-        let Scratch { sums, input } = scratch;
+        let Scratch { sums, input, .. } = scratch;
         let sums = sums.room(padded * WIDTH);
         // What is no whole tile is read from a copy with zeros around it.
         let whole = if size.is_multiple_of(DEPTH) { rows / ROWS * ROWS } else { 0 };
@@ -29,12 +29,14 @@ impl<E: Element> Product<'_, E> {
         let copied = input.zeros((padded - whole) * copied_stride / 2).cast::<E>();
         // SAFETY: all within the tensors, the packed weight and the scratch.
         unsafe {
+            let input_row =
+                |row: usize| self.input.data.cast::<E>().cast_const().add(row * self.input.row_stride);
             for row in whole..rows {
                 let to = copied.add((row - whole) * copied_stride);
-                std::ptr::copy_nonoverlapping(self.input(row), to, size);
+                std::ptr::copy_nonoverlapping(input_row(row), to, size);
             }
             let of_tile = |first: usize| match first < whole {
-                true => Rows { start: self.input(first).cast(), stride: self.input.row_stride * 2 },
+                true => Rows { start: input_row(first).cast(), stride: self.input.row_stride * 2 },
                 false => Rows {
                     start: copied.add((first - whole) * copied_stride).cast_const().cast(),
                     stride: copied_stride * 2,

@@ -13,6 +13,7 @@ use std::marker::PhantomData;
 
 use half::{bf16, f16};
 
+use self::vectors::MakeReady;
 use crate::attention::Invalid;
 use crate::element::{Dtype, Element};
 use crate::isa::Isa;
@@ -31,6 +32,8 @@ const BLOCK_BYTES: usize = 28 << 10;
 const PARTS: usize = 4;
 /// Operations of a part, at least.
 const PART_WORK: usize = 1 << 18;
+/// Rows of an input that a thread makes ready at once.
+const READY_ROWS: usize = 64;
 
 /// Rows of elements, each row contiguous.
 #[derive(Clone, Copy, Debug)]
@@ -123,9 +126,8 @@ impl PackedLinear {
             Self { dtype, isa, way, out_size: weight.rows, in_size: weight.columns, width, panel, packed };
         let from = Shared(*weight);
         team.share_out(threads, panels, &|_, panel| {
-            let from = &from;
             // SAFETY: panels are written by one thread each, within the copy; the weight is read, as promised.
-            unsafe { linear.pack(&from.0, panel) };
+            unsafe { linear.pack(&from.get(), panel) };
         });
         Ok(linear)
     }
@@ -279,9 +281,12 @@ impl PackedLinear {
         let work = 2 * input.rows * self.in_size * self.width;
         let at_least = PART_WORK.div_ceil(work);
         let each = panels.div_ceil(threads.max(1) * PARTS).max(at_least).min(panels);
+        let mut copy = READY.take();
+        // SAFETY: as promised by the caller.
+        let input = unsafe { self.ready::<E>(input, &mut copy, team, threads) };
         let call = Product::<E> {
             linear: self,
-            input: *input,
+            input,
             bias: bias.map(|bias| bias.data.cast_const().cast()),
             out: *out,
             element: PhantomData,
@@ -293,12 +298,53 @@ impl PackedLinear {
                 unsafe { simd::run(self.isa, RunPanels { call: &call, panels, scratch }) };
             });
         });
+        READY.set(copy);
     }
+
+    /// The input as the products read it: where it is, or a copy.
+    ///
+    /// # Safety
+    /// The input must be there as it says, of elements of that type.
+    unsafe fn ready<E: Element>(
+        &self,
+        input: &Matrix,
+        copy: &mut Numbers,
+        team: Team,
+        threads: usize,
+    ) -> Matrix {
+        let in_pairs = self.way == Way::Pairs;
+        let as_it_is = match self.way {
+            Way::Tiles => true,
+            Way::Pairs => self.in_size.is_multiple_of(2),
+            Way::Lanes => self.dtype == Dtype::F32,
+        };
+        if as_it_is {
+            return *input;
+        }
+        let row_stride = (self.in_size + 1).next_multiple_of(simd::MAX_LANES);
+        let to = Shared(Matrix { data: copy.room(input.rows * row_stride).cast(), row_stride, ..*input });
+        let (from, count) = (Shared(*input), input.rows);
+        team.share_out(threads, count.div_ceil(READY_ROWS), &|_, part| {
+            let (from, to) = (from.get(), to.get());
+            let first = part * READY_ROWS;
+            let rows = first..count.min(first + READY_ROWS);
+            let kernel = MakeReady::<E> { from, to, rows, in_pairs, element: PhantomData };
+            // SAFETY: rows are written by one thread each, within the copy; the machine has the instructions.
+            unsafe { simd::run(self.isa, kernel) };
+        });
+        to.0
+    }
+}
+
+thread_local! {
+    /// Where the inputs of a thread's calls are made ready.
+    static READY: std::cell::RefCell<Numbers> = std::cell::RefCell::default();
 }
 
 /// A layer's call, checked.
 pub(crate) struct Product<'a, E> {
     linear: &'a PackedLinear,
+    /// As its way reads it.
     input: Matrix,
     bias: Option<*const E>,
     out: Matrix,
@@ -308,19 +354,18 @@ pub(crate) struct Product<'a, E> {
 // SAFETY: its pointers are to tensors that the call's maker keeps, and each thread writes columns of its own.
 unsafe impl<E: Sync> Sync for Product<'_, E> {}
 
-/// A matrix that several threads read.
+/// A matrix that several threads read, or write rows of their own of.
 struct Shared(Matrix);
-// SAFETY: nobody writes it meanwhile, as its owner promised.
+// SAFETY: nobody else touches it meanwhile, as its owner promised.
 unsafe impl Sync for Shared {}
 
-impl<E: Element> Product<'_, E> {
-    /// A row of the input.
-    #[inline(always)]
-    unsafe fn input(&self, row: usize) -> *const E {
-        // SAFETY: within the input, as promised by the caller.
-        unsafe { self.input.data.cast::<E>().add(row * self.input.row_stride) }
+impl Shared {
+    const fn get(&self) -> Matrix {
+        self.0
     }
+}
 
+impl<E: Element> Product<'_, E> {
     /// Writes the sums of some rows of a panel, `width` apart, to the output.
     ///
     /// # Safety
@@ -374,7 +419,10 @@ impl<E: Element> Kernel for RunPanels<'_, E> {
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
     sums: Numbers,
+    /// What is no whole tile of the input.
     input: Numbers,
+    /// Of a panel.
+    unpacked: Numbers,
 }
 
 impl Scratch {

@@ -3,9 +3,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use half::bf16;
-
-use super::{BLOCK_BYTES, Product, ROWS_AT_ONCE, Scratch, even_parts};
+use super::{BLOCK_BYTES, Matrix, Product, ROWS_AT_ONCE, Scratch, even_parts};
 use crate::element::{Dtype, Element};
 use crate::isa::Isa;
 use crate::simd::{self, Kernel, Simd};
@@ -48,9 +46,19 @@ pub(super) trait Factors {
     type Stored: Copy;
     /// Elements of each that are multiplied at once.
     const DEPTH: usize;
+    /// As these, of a panel that was [unpacked](Self::unpack).
+    type Unpacked: Factors<Given = Self::Given>;
+    /// Whether a panel that meets many rows is unpacked before.
+    const UNPACKS: bool = false;
 
     unsafe fn load<S: Simd>(from: *const Self::Stored) -> S::V;
     unsafe fn multiply<S: Simd>(sum: S::V, given: *const Self::Given, stored: S::V) -> S::V;
+
+    /// Unpacks so many elements, a multiple of the lanes, to where [`Self::Unpacked`] reads them.
+    #[inline(always)]
+    unsafe fn unpack<S: Simd>(from: *const Self::Stored, count: usize, to: *mut f32) {
+        let _ = (from, count, to);
+    }
 }
 
 /// Dot products of pairs.
@@ -60,6 +68,7 @@ impl Factors for Pairs {
     type Given = u16;
     type Stored = u16;
     const DEPTH: usize = 2;
+    type Unpacked = Self;
 
     #[inline(always)]
     unsafe fn load<S: Simd>(from: *const u16) -> S::V {
@@ -81,6 +90,8 @@ impl<E: Element> Factors for Lanes<E> {
     type Given = f32;
     type Stored = E;
     const DEPTH: usize = 1;
+    type Unpacked = Lanes<f32>;
+    const UNPACKS: bool = !matches!(E::DTYPE, Dtype::F32);
 
     #[inline(always)]
     unsafe fn load<S: Simd>(from: *const E) -> S::V {
@@ -92,6 +103,16 @@ impl<E: Element> Factors for Lanes<E> {
     unsafe fn multiply<S: Simd>(sum: S::V, given: *const f32, stored: S::V) -> S::V {
         // SAFETY: as promised by the caller.
         unsafe { S::mul_add(S::splat(*given), stored, sum) }
+    }
+
+    #[inline(always)]
+    unsafe fn unpack<S: Simd>(from: *const E, count: usize, to: *mut f32) {
+        // SAFETY: as promised by the caller.
+        unsafe {
+            for at in (0..count).step_by(S::LANES) {
+                S::store(to.add(at), E::load::<S>(from.add(at)));
+            }
+        }
     }
 }
 
@@ -137,12 +158,18 @@ impl<E: Element> Product<'_, E> {
         let steps = linear.in_size.div_ceil(F::DEPTH);
         let step_bytes = width * F::DEPTH * linear.dtype.bytes();
         let few = self.input.rows <= row_count::<S>();
-        let block = if few { steps } else { even_parts(steps, BLOCK_BYTES / step_bytes) };
-        let Scratch { sums, input } = scratch;
+        let unpacks = F::UNPACKS && !few;
+        let near_bytes = if unpacks { width * size_of::<f32>() } else { step_bytes };
+        let block = if few { steps } else { even_parts(steps, BLOCK_BYTES / near_bytes) };
+        let Scratch { sums, unpacked, .. } = scratch;
         let sums = sums.room(ROWS_AT_ONCE * width);
+        let unpacked = if unpacks { unpacked.room(block * width) } else { std::ptr::null_mut() };
         // SAFETY: all within the tensors, the packed weight and the scratch.
         unsafe {
-            let given = self.given::<S, F>(input);
+            let given = Given::<F::Given> {
+                start: self.input.data.cast_const().cast(),
+                stride: self.input.row_stride,
+            };
             for panel in panels {
                 let weights = linear.packed.start().add(panel * linear.panel).cast_const();
                 for first in (0..self.input.rows).step_by(ROWS_AT_ONCE) {
@@ -157,6 +184,9 @@ impl<E: Element> Product<'_, E> {
                         let lines = if is_first { bytes.div_ceil(64).div_ceil(calls) } else { 0 };
                         let mut ahead =
                             Ahead { next: weights.wrapping_add(if few { 4096 } else { bytes }), lines };
+                        if unpacks {
+                            F::unpack::<S>(weights.cast(), count * width, unpacked);
+                        }
                         let mut at = rows.start;
                         while at < rows.end {
                             let given = Given {
@@ -164,16 +194,23 @@ impl<E: Element> Product<'_, E> {
                                 stride: given.stride,
                             };
                             let sums = sums.add((at - rows.start) * width);
-                            let weights = weights.cast::<F::Stored>();
-                            at += some_rows::<S, F, VECTORS>(
-                                rows.end - at,
-                                given,
-                                weights,
-                                count,
-                                sums,
-                                start > 0,
-                                ahead,
-                            );
+                            let (left, adds) = (rows.end - at, start > 0);
+                            at += if unpacks {
+                                let weights = unpacked.cast_const().cast();
+                                some_rows::<S, F::Unpacked, VECTORS>(
+                                    left, given, weights, count, sums, adds, ahead,
+                                )
+                            } else {
+                                some_rows::<S, F, VECTORS>(
+                                    left,
+                                    given,
+                                    weights.cast(),
+                                    count,
+                                    sums,
+                                    adds,
+                                    ahead,
+                                )
+                            };
                             ahead.next = ahead.next.wrapping_add(64 * lines);
                         }
                     }
@@ -182,34 +219,37 @@ impl<E: Element> Product<'_, E> {
             }
         }
     }
+}
 
-    /// The input as the kernel reads it: where it is, or a copy.
+/// Makes some rows of an input ready for [`Factors`]: as they are, with a zero after the last one where pairs are
+/// multiplied, or in fp32.
+pub(super) struct MakeReady<E> {
+    pub from: Matrix,
+    pub to: Matrix,
+    pub rows: Range<usize>,
+    pub in_pairs: bool,
+    pub element: PhantomData<E>,
+}
+
+impl<E: Element> Kernel for MakeReady<E> {
     #[inline(always)]
-    unsafe fn given<S: Simd, F: Factors>(&self, copy: &mut crate::numbers::Numbers) -> Given<F::Given> {
-        let (rows, size) = (self.input.rows, self.linear.in_size);
-        // SAFETY: within the input and the copy.
+    unsafe fn run<S: Simd>(self) {
+        let size = self.from.columns;
+        // SAFETY: within both, as promised by who made this.
         unsafe {
-            if F::DEPTH == 1 && E::DTYPE != Dtype::F32 {
-                let stride = size.next_multiple_of(S::LANES);
-                let to = copy.room(rows * stride);
-                for row in 0..rows {
-                    for at in (0..size).step_by(S::LANES) {
-                        let value = E::load_part::<S>(self.input(row).add(at), S::LANES.min(size - at));
-                        S::store(to.add(row * stride + at), value);
-                    }
+            for row in self.rows {
+                let from = self.from.data.cast::<E>().add(row * self.from.row_stride);
+                if self.in_pairs {
+                    let to = self.to.data.cast::<E>().add(row * self.to.row_stride);
+                    std::ptr::copy_nonoverlapping(from, to, size);
+                    to.add(size).write(E::from_f32(0.0));
+                    continue;
                 }
-                return Given { start: to.cast_const().cast(), stride };
-            }
-            if !size.is_multiple_of(F::DEPTH) {
-                // The last pair has one element.
-                let stride = size.next_multiple_of(F::DEPTH);
-                let to = copy.zeros((rows * stride * size_of::<bf16>()).div_ceil(4)).cast::<E>();
-                for row in 0..rows {
-                    std::ptr::copy_nonoverlapping(self.input(row), to.add(row * stride), size);
+                let to = self.to.data.cast::<f32>().add(row * self.to.row_stride);
+                for at in (0..size).step_by(S::LANES) {
+                    S::store(to.add(at), E::load_part::<S>(from.add(at), S::LANES.min(size - at)));
                 }
-                return Given { start: to.cast_const().cast(), stride };
             }
-            Given { start: self.input(0).cast(), stride: self.input.row_stride }
         }
     }
 }
