@@ -50,6 +50,7 @@ def test_every_field_of_theirs_is_a_field_of_ours() -> None:
     [
         ("page_size", 3, "page_size is 3, but must be at least 4"),
         ("num_blocks", 0, "num_blocks is 0, but must be at least 1"),
+        ("num_blocks", 2**40, f"num_blocks is {2**40}, but must be at most {2**31 - 1}"),
         ("max_batch_tokens", -5, "max_batch_tokens is -5"),
         ("max_requests_per_batch", 0, "max_requests_per_batch is 0"),
         ("max_memory_percent", 0.0, "max_memory_percent is 0.0, but must be above 0"),

@@ -118,6 +118,12 @@ def test_a_prompt_that_leaves_no_position_is_refused() -> None:
         assert (len(output.generated_tokens), output.finish_reason) == (1, "length")
 
 
+def test_a_pool_that_the_system_refuses_says_how_large_it_was(llama: PreTrainedModel) -> None:
+    config = ContinuousBatchingConfig(page_size=4, num_blocks=2**27, max_batch_tokens=16)
+    with pytest.raises(MemoryError, match=r"the system has no [\d,.]+ MiB for 1342\d+ blocks.*lower num_blocks"):
+        chairlift.generate_batch(llama, [PROMPT], continuous_batching_config=config)
+
+
 def test_unknown_keywords_are_type_errors(llama: PreTrainedModel) -> None:
     with pytest.raises(TypeError, match="banana"):
         chairlift.generate_batch(llama, [PROMPT], banana=3)

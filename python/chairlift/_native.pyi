@@ -7,7 +7,6 @@ GIL. Times are seconds of `time.perf_counter`, which only grows.
 from typing import Any, Final, final
 
 __all__ = [
-    "BLOCK_ALIGNMENT",
     "NUM_TRASH_BLOCKS",
     "Engine",
     "EngineClosed",
@@ -27,9 +26,6 @@ __all__ = [
 ]
 
 __version__: Final[str]
-
-BLOCK_ALIGNMENT: Final[int]
-"""Bytes of a block are a multiple of this, and its storage starts at one."""
 
 NUM_TRASH_BLOCKS: Final[int]
 """Blocks that padding uses and nobody owns; they follow the pool's blocks: the first is read, the second written."""
@@ -74,8 +70,8 @@ def digests(buffers: list[Any], num_threads: int) -> list[bytes]:
 
 def instruction_sets() -> list[str]:
     """The instruction sets that the CPU kernels are compiled for and this machine has, the best first: of `amx_bf16`,
-    `avx512_bf16`, `avx512`, `avx2`, `neon` and `plain`. Where dot products of bf16 pairs are slower than products in fp32,
-    as on some processors of Intel, `avx512` comes before `avx512_bf16`; that is measured, once a process."""
+    `avx512_bf16`, `avx512`, `avx2`, `neon` and `plain`. Where dot products of bf16 pairs are slower than products in
+    fp32, as on some processors of Intel, `avx512` comes before `avx512_bf16`; that is measured, once a process."""
 
 @final
 class PackedLinear:

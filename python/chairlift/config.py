@@ -10,6 +10,8 @@ from typing import Any
 
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 
+# Counts beyond it are beyond what block tables hold.
+_MOST_COUNT = 2**31 - 1
 MIN_PAGE_SIZE = 4
 DEFAULT_MAX_BATCH_TOKENS = 8192
 MIN_AUTO_BATCH_TOKENS = 256
@@ -255,7 +257,7 @@ class ContinuousBatchingConfig:
             if asked:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not served yet: it {bound}")
 
-    def _check_int(self, name: str, least: int, *, optional: bool = False, most: int | None = None) -> None:
+    def _check_int(self, name: str, least: int, *, optional: bool = False, most: int = _MOST_COUNT) -> None:
         value = getattr(self, name)
         if value is None and optional:
             return
@@ -263,7 +265,7 @@ class ContinuousBatchingConfig:
             raise TypeError(f"{name} is {value!r}, but must be an integer")
         if value < least:
             raise ValueError(f"{name} is {value}, but must be at least {least}")
-        if most is not None and value > most:
+        if value > most:
             raise ValueError(f"{name} is {value}, but must be at most {most}")
 
     def _check_part(self, name: str, *, optional: bool = False, above_zero: bool = False) -> None:

@@ -1,10 +1,11 @@
 """The cache tensors: one storage of equal blocks, and each call's view of its pages in it."""
 
+import mmap
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from chairlift import _native
@@ -127,7 +128,19 @@ def _zeros(blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:
     zero is NaN."""
     if device.type != "cpu":
         return torch.zeros((blocks, block_bytes), dtype=torch.uint8, device=device)
-    # numpy asks the system for zeroed memory, which takes room once it is written; torch would write it all now.
-    memory = np.zeros(blocks * block_bytes + _native.BLOCK_ALIGNMENT, np.uint8)
-    skipped = -memory.ctypes.data % _native.BLOCK_ALIGNMENT
-    return torch.from_numpy(memory[skipped : skipped + blocks * block_bytes]).view(blocks, block_bytes)
+    if not blocks:
+        return torch.empty((0, block_bytes), dtype=torch.uint8)
+    # Zeroed by the system, page by page as it is written; torch would write it all now.
+    try:
+        memory = mmap.mmap(-1, blocks * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(
+            f"the system has no {blocks * block_bytes / 2**20:,.1f} MiB for {blocks} blocks of K and V ({error}): lower "
+            "num_blocks, max_memory_percent or cpu_offload_space"
+        ) from error
+    # In small pages: a large one is zeroed as a whole where a sequence fills a part of it, and first touches cost a
+    # virtual machine far more than address translations.
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # a system without large pages does not know the advice
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(blocks, block_bytes)

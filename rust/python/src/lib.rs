@@ -38,7 +38,6 @@ mod _native {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-        module.add("BLOCK_ALIGNMENT", chairlift_core::BLOCK_ALIGNMENT)?;
         module.add("NUM_TRASH_BLOCKS", chairlift_core::NUM_TRASH_BLOCKS)
     }
 }

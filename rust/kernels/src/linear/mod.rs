@@ -420,6 +420,7 @@ impl<E: Element> Kernel for RunPanels<'_, E> {
 pub(crate) struct Scratch {
     sums: Numbers,
     /// What is no whole tile of the input.
+    #[cfg(target_arch = "x86_64")]
     input: Numbers,
     /// Of a panel.
     unpacked: Numbers,
