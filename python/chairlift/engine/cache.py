@@ -84,8 +84,8 @@ class CacheTensors:
         self.geometry = geometry
         self.num_blocks = num_blocks
         blocks = num_blocks * geometry.num_groups + _native.NUM_TRASH_BLOCKS
-        self.storage = _zeros(blocks, geometry.block_bytes, calls[0].kind.device)
-        self.host = _zeros(swap_blocks, geometry.block_bytes, torch.device("cpu"))
+        self.storage = cache_memory(blocks, geometry.block_bytes, calls[0].kind.device)
+        self.host = cache_memory(swap_blocks, geometry.block_bytes, torch.device("cpu"))
         if self.storage.is_cuda and swap_blocks:
             self.host = self.host.pin_memory()
         own = {call.ordinal: self._views(call) for call in calls if call.ordinal in geometry.places}
@@ -123,9 +123,13 @@ class CacheTensors:
         return CallPages(group, k, v)
 
 
-def _zeros(blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:
+def cache_memory(blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:
     """[blocks, block bytes] of zeros, not of garbage: what a mask hides is still multiplied by zero, and NaN times
-    zero is NaN."""
+    zero is NaN.
+
+    Raises:
+        MemoryError: The system has no room.
+    """
     if device.type != "cpu":
         return torch.zeros((blocks, block_bytes), dtype=torch.uint8, device=device)
     if not blocks:
@@ -135,8 +139,8 @@ def _zeros(blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:
         memory = mmap.mmap(-1, blocks * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise MemoryError(
-            f"the system has no {blocks * block_bytes / 2**20:,.1f} MiB for {blocks} blocks of K and V ({error}): lower "
-            "num_blocks, max_memory_percent or cpu_offload_space"
+            f"the system has no {blocks * block_bytes / 2**20:,.1f} MiB for {blocks} blocks of K and V ({error}): "
+            "lower num_blocks, max_memory_percent or cpu_offload_space"
         ) from error
     # In small pages: a large one is zeroed as a whole where a sequence fills a part of it, and first touches cost a
     # virtual machine far more than address translations.
