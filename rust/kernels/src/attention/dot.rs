@@ -1,7 +1,7 @@
 //! One token over a stretch of keys: its scores are dot products, K and V are read where they lie, once for all heads of
 //! a group.
 
-use super::call::{Attend, Scratch};
+use super::call::{Attend, Pages, Scratch};
 use super::plan::{KEYS, Piece};
 use super::softmax::{Running, finish, scale_row, weigh};
 use crate::element::{Dtype, Element};
@@ -51,15 +51,9 @@ impl<E: Element> Attend<'_, E> {
                 for kv_head in 0..self.call.heads.kv_heads {
                     let head = kv_head * group;
                     for part in self.parts(piece.row, start..end) {
-                        let ahead = soon(start, part.offset);
+                        let ahead = soon(start, part.offset).map(|place| self.k(&place, 0));
                         let k = self.k(&part, kv_head);
-                        let strip = Strip {
-                            rows: k,
-                            ahead: ahead.map_or(k, |place| self.k(&place, kv_head)),
-                            stride: self.call.k_pages.token_stride,
-                            count: part.count,
-                            size,
-                        };
+                        let strip = Strip::new(k, &self.call.k_pages, kv_head, part.count, ahead);
                         let mut done = 0;
                         while done < group {
                             let scores = scores.add(done * KEYS + part.offset);
@@ -96,15 +90,9 @@ impl<E: Element> Attend<'_, E> {
                         }
                     }
                     for part in self.parts(piece.row, start..end) {
-                        let ahead = soon(start, part.offset);
+                        let ahead = soon(start, part.offset).map(|place| self.v(&place, 0));
                         let v = self.v(&part, kv_head);
-                        let strip = Strip {
-                            rows: v,
-                            ahead: ahead.map_or(v, |place| self.v(&place, kv_head)),
-                            stride: self.call.v_pages.token_stride,
-                            count: part.count,
-                            size: size_v,
-                        };
+                        let strip = Strip::new(v, &self.call.v_pages, kv_head, part.count, ahead);
                         let mut done = 0;
                         while done < group {
                             let weights = scores.add(done * KEYS + part.offset);
@@ -166,14 +154,33 @@ impl<E: Element> Attend<'_, E> {
 #[derive(Clone, Copy)]
 struct Strip<E> {
     rows: *const E,
-    /// The rows that are read after the next tile's worth of keys.
-    ahead: *const E,
     stride: usize,
     count: usize,
     size: usize,
+    /// What is asked for while the first row is read.
+    ahead: *const E,
+    /// Elements from there to what is asked for while the next one is read.
+    ahead_stride: usize,
 }
 
 impl<E: Element> Strip<E> {
+    /// Some rows of a head; `ahead` is the first row, of the first head, of as many that will be read after the next
+    /// tile's worth of keys.
+    #[inline(always)]
+    fn new(rows: *const E, pages: &Pages, kv_head: usize, count: usize, ahead: Option<*const E>) -> Self {
+        let (stride, size) = (pages.token_stride, pages.size);
+        let (ahead, ahead_stride) = match ahead {
+            // The heads ask for all rows together, in the order in which they lie in memory: that is faster than head
+            // by head, as they are read.
+            Some(first) if pages.head_stride == size && stride == pages.kv_heads * size => {
+                (first.wrapping_add(kv_head * count * size), size)
+            }
+            Some(first) => (first.wrapping_add(kv_head * pages.head_stride), stride),
+            None => (rows, stride),
+        };
+        Self { rows, stride, count, size, ahead, ahead_stride }
+    }
+
     /// Four rows from `first` on; the last one stands for those that are missing.
     #[inline(always)]
     unsafe fn four(&self, first: usize) -> [*const E; 4] {
@@ -187,7 +194,7 @@ impl<E: Element> Strip<E> {
     /// and asked for all at once they would hold up what is computed meanwhile.
     #[inline(always)]
     unsafe fn ask<S: Simd>(&self, row: usize, at: usize, size: usize) {
-        let row = self.ahead.wrapping_add(row * self.stride + at).cast::<u8>();
+        let row = self.ahead.wrapping_add(row * self.ahead_stride + at).cast::<u8>();
         for line in (0..size * size_of::<E>()).step_by(64) {
             // SAFETY: any address may be asked for.
             unsafe { S::prefetch(row.wrapping_add(line)) };
@@ -276,7 +283,12 @@ unsafe fn write_scores<S: Simd, E: Element, const HEADS: usize>(
     unsafe {
         for (head, sums) in sums.into_iter().enumerate() {
             let sums = S::sums(sums);
-            std::ptr::copy_nonoverlapping(sums.as_ptr(), scores.add(head * KEYS + first), count);
+            let to = scores.add(head * KEYS + first);
+            // No copy of `count`: that would be a call, for which all registers are saved.
+            match count {
+                4 => to.cast::<[f32; 4]>().write(sums),
+                _ => sums[..count].iter().enumerate().for_each(|(index, sum)| to.add(index).write(*sum)),
+            }
         }
         if asks {
             (first..first + count).for_each(|row| strip.ask::<S>(row, 0, strip.size));
