@@ -66,9 +66,12 @@ impl<E: Element> Product<'_, E> {
                             adds: start > 0,
                             lines,
                         });
+                        if start + count == depth {
+                            let count = (rows - first).min(2 * ROWS);
+                            self.written(first, panel).write::<S>(sums.add(first * WIDTH), count, WIDTH);
+                        }
                     }
                 }
-                self.write::<S>(sums, 0..rows, panel);
             }
             tiles::leave();
         }

@@ -24,10 +24,6 @@ use crate::team::Team;
 #[cfg(target_arch = "x86_64")]
 use crate::tiles;
 
-/// Rows that a panel is multiplied with before the next ones: their sums stay near.
-const ROWS_AT_ONCE: usize = 64;
-/// Bytes of a panel that are multiplied with these rows before its next ones: they stay nearer.
-const BLOCK_BYTES: usize = 28 << 10;
 /// Parts of a layer for each thread: the next thread that is free takes the next.
 const PARTS: usize = 4;
 /// Operations of a part, at least.
@@ -366,26 +362,67 @@ impl Shared {
 }
 
 impl<E: Element> Product<'_, E> {
-    /// Writes the sums of some rows of a panel, `width` apart, to the output.
+    /// Where the output's columns of a panel are, from a row on.
     ///
     /// # Safety
-    /// The machine must have the instructions of `S`; rows and panel must be the call's, and the sums be there.
+    /// Row and panel must be the call's.
     #[inline(always)]
-    unsafe fn write<S: Simd>(&self, sums: *const f32, rows: std::ops::Range<usize>, panel: usize) {
-        let width = self.linear.width;
-        let first = panel * width;
-        let columns = width.min(self.linear.out_size - first);
+    unsafe fn written(&self, row: usize, panel: usize) -> Written<E> {
+        let first = panel * self.linear.width;
         // SAFETY: in bounds.
         unsafe {
-            for (index, row) in rows.enumerate() {
-                let to = self.out.data.cast::<E>().add(row * self.out.row_stride + first);
-                for column in (0..columns).step_by(S::LANES) {
-                    let count = S::LANES.min(columns - column);
-                    let mut sum = S::load(sums.add(index * width + column));
+            Written {
+                to: self.out.data.cast::<E>().add(row * self.out.row_stride + first),
+                row_stride: self.out.row_stride,
+                columns: self.linear.width.min(self.linear.out_size - first),
+                bias: self.bias.map(|bias| bias.add(first)),
+            }
+        }
+    }
+}
+
+/// Some rows of the output in the columns of a panel.
+#[derive(Clone, Copy)]
+struct Written<E> {
+    to: *mut E,
+    row_stride: usize,
+    columns: usize,
+    bias: Option<*const E>,
+}
+
+impl<E: Element> Written<E> {
+    /// Whether all columns of a panel of that width are there, and sums are written as they are.
+    #[inline(always)]
+    const fn is_plain(&self, width: usize) -> bool {
+        self.columns == width && self.bias.is_none()
+    }
+
+    /// Writes a vector of sums, where everything [is plain](Self::is_plain).
+    ///
+    /// # Safety
+    /// The machine must have the instructions of `S`; the row must be one of these, the column a panel's.
+    #[inline(always)]
+    unsafe fn write_whole<S: Simd>(&self, row: usize, column: usize, sum: S::V) {
+        // SAFETY: in bounds.
+        unsafe { E::store::<S>(self.to.add(row * self.row_stride + column), sum) };
+    }
+
+    /// Writes the sums of some rows, `width` apart.
+    ///
+    /// # Safety
+    /// The machine must have the instructions of `S`; the rows must be these, and the sums be there.
+    #[inline(always)]
+    unsafe fn write<S: Simd>(&self, sums: *const f32, rows: usize, width: usize) {
+        // SAFETY: in bounds.
+        unsafe {
+            for row in 0..rows {
+                for column in (0..self.columns).step_by(S::LANES) {
+                    let count = S::LANES.min(self.columns - column);
+                    let mut sum = S::load(sums.add(row * width + column));
                     if let Some(bias) = self.bias {
-                        sum = S::add(sum, E::load_part::<S>(bias.add(first + column), count));
+                        sum = S::add(sum, E::load_part::<S>(bias.add(column), count));
                     }
-                    E::store_part::<S>(to.add(column), sum, count);
+                    E::store_part::<S>(self.to.add(row * self.row_stride + column), sum, count);
                 }
             }
         }
