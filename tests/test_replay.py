@@ -437,7 +437,17 @@ def test_numbers_follow_tokens_and_sampled_rows(law: Callable[[int, int], int]) 
     for point in ((16, 2), (31, 5), (8, 0)):
         assert agreement.covers(point) or point[1] == 1
         assert all(value(found, *point) == law(*point) for found in agreement.laws())
-    assert not agreement.covers((64, 8)), "nobody knows what a model does with twice as many tokens"
+    assert agreement.covers((62, 8))
+    assert not agreement.covers((63, 8)), "nobody knows what a model does with more than twice as many tokens"
+    assert agreement.covers((4, 0))
+    assert not agreement.covers((3, 0))
+
+
+def test_recordings_speak_for_the_sizes_between_them() -> None:
+    agreement = agreement_of(lambda t, _: 3 * t + 1, [(9, 3), (12, 7), (10, 1), (512, 2)])
+    assert all(agreement.covers((tokens, 5)) for tokens in (4, 64, 200, 1024))
+    assert agreement.covers((20, 1))
+    assert not agreement.covers((64, 1)), "one sampled row may be another thing than several"
 
 
 def test_sizes_that_were_always_equal_are_told_apart_before_they_differ() -> None:
@@ -452,6 +462,12 @@ def test_two_sizes_prove_no_line() -> None:
     assert not agreement.covers((5, 5))
     with pytest.raises(Disagreement, match="a number of zeros is no affine function"):
         agreement.add(recording(6, 6, 36))
+
+
+def test_a_bend_shows_in_no_two_sizes() -> None:
+    agreement = agreement_of(lambda t, _: t * t, [(5, 1), (5, 2), (9, 1), (9, 4)])
+    assert agreement.covers((5, 2))
+    assert not agreement.covers((6, 2))
 
 
 def test_the_same_step_twice_is_enough_for_that_step() -> None:

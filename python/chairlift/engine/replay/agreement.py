@@ -35,7 +35,7 @@ class Agreement:
         self.version = 0  # moves when more became known of the numbers or of what calls give back
         self.proven_version: int | None = None  # whose program gave the model's logits
         self._points: set[Point] = set()
-        self._buckets: set[Point] = set()
+        self._reach: dict[int, tuple[int, int]] = {}  # by kind of sampled rows, the tokens that recordings speak for
         self._basis: list[tuple[Point, npt.NDArray[np.int64]]] = []
         self._take(recording)
 
@@ -74,9 +74,14 @@ class Agreement:
             return False
         if point in self._points:
             return True
-        # Through as many points as needed there is always a plane; only one more tells a plane from what is bent.
-        proven = len(self._points) > len(self._basis)
-        return proven and _bucket(point) in self._buckets and self._weights_of(point) is not None
+        least, most = self._reach.get(_kind(point), (0, -1))
+        return self._is_straight() and least <= point[0] <= most and self._weights_of(point) is not None
+
+    def _is_straight(self) -> bool:
+        """Whether the points tell a plane from what is bent: one more than a plane goes through in any case, and no two
+        sizes alone."""
+        sizes = (len(set(axis)) for axis in zip(*self._points, strict=True))
+        return len(self._points) > len(self._basis) and 2 not in sizes
 
     def laws(self) -> list[Law]:
         """The law of each number, right for all points that are covered."""
@@ -97,7 +102,10 @@ class Agreement:
             self._basis.append((point, np.array(recording.numbers, dtype=np.int64)))
             self.version += 1
         self._points.add(point)
-        self._buckets.add(_bucket(point))
+        # A model that asks for a size gets the same answer at both ends and so between them; beyond, up to twice as few
+        # or as many tokens, it is taken to.
+        least, most = self._reach.get(_kind(point), (point[0], 0))
+        self._reach[_kind(point)] = min(least, point[0] // 2), max(most, 2 * point[0])
 
     def _check_numbers(self, recording: Recording) -> None:
         weights = self._weights_of((recording.tokens, recording.sampled))
@@ -122,10 +130,9 @@ class Agreement:
         return _combination([(*known, 1) for known, _ in self._basis], (*point, 1))
 
 
-def _bucket(point: Point) -> Point:
-    """Sizes that one recording speaks for: up to four times as many tokens, and none, one or several sampled rows."""
-    tokens, sampled = point
-    return (tokens.bit_length() + 1) // 2, min(sampled, 2)
+def _kind(point: Point) -> int:
+    """None, one or several sampled rows: a model may tell these apart."""
+    return min(point[1], 2)
 
 
 def _combination(vectors: list[tuple[int, ...]], wanted: tuple[int, ...]) -> list[Fraction] | None:

@@ -136,7 +136,7 @@ class RecordedForward:
     def _recorded(self, world: "_World", step: Step, inputs: Inputs) -> torch.Tensor:
         weights = (*self._model.parameters(), *self._model.buffers())
         recorder = Recorder(inputs, weights)
-        with forward_context(recorder.around(step)), recorder:
+        with forward_context(recorder.around(step)), recorder.around_linears(self._linears), recorder:
             logits = forward(self._model, self._accepts, *inputs)
         step.finish()
         recorder.finish(logits)

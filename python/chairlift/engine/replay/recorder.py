@@ -4,6 +4,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from chairlift.attention.interface import AttentionStep
+from chairlift.engine.linear_calls import TORCHS_LINEAR, linear_context
+from chairlift.engine.linears import PackedLinears
 from chairlift.engine.replay.calls import Call, NotRecordable, attend, mask, name_of, take_apart
 
 _MASK_MAKING = "transformers.masking_utils"
@@ -121,6 +124,23 @@ class Recorder(TorchFunctionMode):
         """A step whose answers are recorded, but not how they come about."""
         return _RecordedStep(self, step)
 
+    def around_linears(self, linears: PackedLinears | None) -> AbstractContextManager[None]:
+        """The context in which linear layers are computed by packed weights, and written down as torch's calls."""
+        if linears is None:
+            return contextlib.nullcontext()
+
+        def linear(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if len(args) > 1 and not kwargs and self.watches and not torch.is_autocast_enabled("cpu"):
+                with self.paused():
+                    packed = linears.find(args[1])
+                    if packed is not None:
+                        result = packed(args[0], *args[2:])
+                        self.answered(TORCHS_LINEAR, (args, kwargs), result)
+                        return result
+            return TORCHS_LINEAR(*args, **kwargs)
+
+        return linear_context(linear)
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """What happens inside the block is not the model's."""
@@ -182,7 +202,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def answered(self, func: Callable[..., Any], arguments: Any, answer: torch.Tensor) -> None:
-        """Adds a call that the step answered."""
+        """Adds a call that was answered in another way."""
         tensors: list[torch.Tensor] = []
         numbers: list[int] = []
         try:
