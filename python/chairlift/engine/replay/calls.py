@@ -66,6 +66,11 @@ class Call:
         return count_numbers(self.pattern) + sum(self.ranks)
 
 
+def is_plain_linear(call: Call) -> bool:
+    """Whether it is a linear layer's, with nothing passed by name."""
+    return call.func is torch.nn.functional.linear and bool(call.pattern[2] == ("dict",))
+
+
 def name_of(func: Callable[..., Any]) -> str:
     """How a function is called, for people."""
     owner = getattr(func, "__self__", None)

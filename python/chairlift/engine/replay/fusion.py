@@ -16,13 +16,9 @@ from chairlift import _native
 from chairlift.engine.replay.agreement import Law
 from chairlift.engine.replay.calls import TENSOR, Call
 from chairlift.engine.replay.instructions import Instruction
-from chairlift.engine.replay.operators import Operation, Shape, recognise
+from chairlift.engine.replay.operators import Operation, recognise
+from chairlift.engine.replay.shapes import DTYPES, Shape, shapes_of
 
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# Rows are the tokens of a step, or its sampled ones.
-_TOKENS: Law = (1, 0, 0, 1)
-_SAMPLED: Law = (0, 1, 0, 1)
-_ONE: Law = (0, 0, 1, 1)
 # A run of fewer calls is not worth a kernel.
 LEAST_CALLS = 2
 
@@ -102,19 +98,12 @@ class _Fusion:
         self._constants = constants
         self._last_use = {value: n for n, made in enumerate(instructions) for value in made.call.values}
         self._last_use[output] = len(instructions)
-        self._shapes: dict[int, Shape] = {}
+        self._shapes = shapes_of(instructions, constants, one_token=one_token)
         self._dtypes: dict[int, torch.dtype] = {value: tensor.dtype for value, tensor in constants.items()}
         self._sizes: dict[int, tuple[Law, ...]] = {}
-        for value, tensor in constants.items():
-            if (shape := _shape_of_constant(tensor)) is not None:
-                self._shapes[value] = shape
         for made in instructions:
-            values = [value for value in made.call.results if value is not None]
-            for value, dtype, sizes in zip(values, made.call.dtypes, made.sizes, strict=True):
+            for value, dtype, sizes in made.made():
                 self._dtypes[value], self._sizes[value] = dtype, sizes
-                shape = _shape(sizes, one_token=one_token)
-                if shape is not None and dtype in _DTYPES:
-                    self._shapes[value] = shape
 
     def run(self) -> list[Instruction]:
         done: list[Instruction] = []
@@ -131,7 +120,16 @@ class _Fusion:
         return [*done, *self._flushed(waiting, len(self._instructions))]
 
     def _flushed(self, waiting: Mapping[int, tuple[Operation, Instruction]], position: int) -> Iterator[Instruction]:
-        """What waits, for those from `position` on: one run, then views of what it makes and of what was there."""
+        """What waits, for those from `position` on: a run for each kind of rows."""
+        kinds = dict.fromkeys(self._shapes[value].rows for value in waiting)
+        for rows in kinds:
+            alike = {value: waits for value, waits in waiting.items() if self._shapes[value].rows == rows}
+            yield from self._flushed_run(alike, position)
+
+    def _flushed_run(
+        self, waiting: Mapping[int, tuple[Operation, Instruction]], position: int
+    ) -> Iterator[Instruction]:
+        """One run, then views of what it makes and of what was there."""
 
         def root(value: int) -> int:
             while value in waiting and waiting[value][0].name == "view":
@@ -181,7 +179,7 @@ class _Fusion:
                     [operand if isinstance(operand, float) else place(operand) for operand in operation.operands],
                     self._shapes[operation.result].groups,
                     self._shapes[operation.result].length,
-                    _DTYPES[self._dtypes[operation.result]],
+                    DTYPES[self._dtypes[operation.result]],
                     operation.start,
                 )
                 for operation in operations
@@ -206,41 +204,6 @@ class _Fusion:
             writes=False,
         )
         return Instruction(call, (), tuple(self._sizes[value] for value in outputs))
-
-
-def _shape(sizes: Sequence[Law], *, one_token: bool) -> Shape | None:
-    """Sizes as rows of groups; None where they are none."""
-    rank = len(sizes)
-    if rank < 2:
-        return None
-    counts = [b if a == c == 0 and divisor == 1 else None for a, c, b, divisor in sizes]
-    if 0 in counts:
-        return None
-    rows: list[tuple[Law, int]] = [
-        (law, rank - index) for index, law in enumerate(sizes[:-1]) if law in (_TOKENS, _SAMPLED)
-    ]
-    if not rows and one_token and 1 in counts[:-1]:
-        # Of one row, any dimension of size 1 is that of the rows.
-        rows = [(_ONE, next(dim for dim in range(2, rank + 1) if counts[rank - dim] == 1))]
-    length = counts[-1]
-    if len(rows) != 1 or length is None:
-        return None
-    law, row_dim = rows[0]
-    others = [(count, rank - index) for index, count in enumerate(counts[:-1]) if rank - index != row_dim]
-    groups = [(count, dim) for count, dim in others if count != 1]
-    if len(groups) > 1 or (groups and groups[0][0] is None):
-        return None
-    count, group_dim = groups[0] if groups else (1, 0)
-    return Shape(count or 1, length, law, row_dim, group_dim, rank)
-
-
-def _shape_of_constant(tensor: torch.Tensor) -> Shape | None:
-    """A constant that is the same for all rows: a number or a vector along the last dimension."""
-    if tensor.dtype not in _DTYPES or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-        return None
-    if any(size != 1 for size in tensor.shape[:-1]) or tensor.numel() == 0:
-        return None
-    return Shape(1, tensor.numel(), None, 0, 0, tensor.dim())
 
 
 def _output(shape: Shape, dtype: torch.dtype) -> _Output:

@@ -1,7 +1,9 @@
 """What a program is written from: the calls that recordings agree on, with the laws of their numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from chairlift.engine.replay.agreement import Agreement, Law
 from chairlift.engine.replay.calls import Call, attend, count_numbers
@@ -14,6 +16,11 @@ class Instruction:
     call: Call
     laws: tuple[Law, ...]  # of its arguments
     sizes: tuple[tuple[Law, ...], ...]  # of each of its tensors
+
+    def made(self) -> Iterator[tuple[int, torch.dtype, tuple[Law, ...]]]:
+        """The values that it makes, with dtypes and sizes."""
+        values = (value for value in self.call.results if value is not None)
+        return zip(values, self.call.dtypes, self.sizes, strict=True)
 
 
 def instructions_of(agreement: Agreement) -> tuple[list[Instruction], int]:

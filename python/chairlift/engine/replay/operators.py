@@ -9,28 +9,7 @@ import torch
 from chairlift.engine.replay.agreement import Law
 from chairlift.engine.replay.calls import NUMBER, TENSOR, Pattern
 from chairlift.engine.replay.instructions import Instruction
-
-
-class Shape(NamedTuple):
-    """A tensor as rows of groups of elements. Dimensions are counted from the last one, which is 1."""
-
-    groups: int
-    length: int  # elements of a group, in the last dimension
-    rows: Law | None  # None: the same for all rows
-    row_dim: int
-    group_dim: int  # 0 where there is one group
-    rank: int
-
-    @property
-    def is_rows_first(self) -> bool:
-        """Whether rows come one behind the other, the groups of each together."""
-        return self.groups == 1 or self.row_dim > self.group_dim
-
-    def broadcasts_to(self, result: "Shape") -> bool:
-        """Whether torch takes each row of this, and no other, to that row of the result."""
-        same_groups = self.groups == 1 or (self.groups, self.group_dim) == (result.groups, result.group_dim)
-        same_rows = self.rows is None or (self.rows, self.row_dim) == (result.rows, result.row_dim)
-        return same_groups and same_rows and self.length in (1, result.length)
+from chairlift.engine.replay.shapes import Shape
 
 
 @dataclass(frozen=True)
@@ -214,9 +193,14 @@ def _read_cat(_: str, args: Any, kwargs: Any) -> _Found | None:
 
 
 def _read_item(_: str, args: Any, kwargs: Any) -> _Found | None:
-    if kwargs or len(args) != 2 or not isinstance(args[0], _Value) or not isinstance(args[1], tuple):
+    if kwargs or len(args) != 2 or not isinstance(args[0], _Value):
         return None
     index = args[1]
+    if _number(index):
+        # All of it, where there is one: else the sizes do not fit.
+        return _Found("view", (args[0].value,), keeps_order=True)
+    if not isinstance(index, tuple):
+        return None
     if len(index) != 2 or index[0] is not Ellipsis or not isinstance(index[1], slice):
         return None
     part = index[1]

@@ -7,10 +7,11 @@ from typing import Any, Protocol
 import torch
 
 from chairlift.engine.replay.agreement import Agreement, Law
-from chairlift.engine.replay.calls import NUMBER, TENSOR, Call, Pattern, attend, mask
+from chairlift.engine.replay.calls import NUMBER, TENSOR, Call, Pattern, attend, is_plain_linear, mask
 from chairlift.engine.replay.fusion import fuse
 from chairlift.engine.replay.instructions import Instruction, instructions_of
 from chairlift.engine.replay.recorder import NUM_INPUTS
+from chairlift.engine.replay.selection import select_early
 
 Linear = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -49,6 +50,8 @@ def write_program(agreement: Agreement, linears: Linears | None = None) -> Progr
         linears: Computes linear layers where it can.
     """
     instructions, output = instructions_of(agreement)
+    if not agreement.one_token:
+        instructions, output = select_early(instructions, output, agreement.constants)
     instructions = fuse(instructions, output, agreement.constants, one_token=agreement.one_token)
     writer = _Writer(agreement.constants, linears)
     source = writer.write(instructions, output)
@@ -108,7 +111,7 @@ class _Writer:
 
     def _linear(self, call: Call) -> str | None:
         """What computes a linear layer in another way than torch, where something does."""
-        if call.func is not torch.nn.functional.linear or self._linears is None or not _is_plain_linear(call):
+        if self._linears is None or not is_plain_linear(call):
             return None
         weight = self._constants.get(call.values[1])
         linear = None if weight is None else self._linears.find(weight)
@@ -155,11 +158,6 @@ class _Writer:
             self._names[known] = f"{prefix}{len(self._names)}"
             self.scope[self._names[known]] = key if stands_for is None else stands_for
         return self._names[known]
-
-
-def _is_plain_linear(call: Call) -> bool:
-    """Whether nothing is passed by name."""
-    return bool(call.pattern[2] == ("dict",))
 
 
 def _formula(law: Law) -> str:

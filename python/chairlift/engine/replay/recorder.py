@@ -69,7 +69,9 @@ class Recording:
     output: int = -1
 
 
+# Inputs are the first values.
 NUM_INPUTS = 3
+LOGITS_ROWS = 2
 
 
 class Recorder(TorchFunctionMode):
