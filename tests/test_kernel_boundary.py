@@ -53,6 +53,47 @@ def test_a_layer_refuses_what_does_not_fit(call: Callable[[], Any], error: type[
         call()
 
 
+@pytest.mark.parametrize("rows", [1, 9, 200])
+def test_joined_layers_give_what_they_give_apart(rows: int) -> None:
+    wide = torch.randn(rows, 9, generator=torch.Generator().manual_seed(rows))
+    out = torch.full((rows, 7), float("nan"))
+    joined().multiply(to_dlpack(wide[:, 2:8]), to_dlpack(out[:, 1:5]), [None, to_dlpack(torch.ones(4))])
+    once = wide[:, 2:8] @ WEIGHT.T
+    torch.testing.assert_close(out[:, 1:5], once * (once + 1), rtol=1e-5, atol=1e-4)
+    assert out[:, [0, 5, 6]].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: joined(layer()), ValueError, "2 inputs and 1 outputs for 1 layers"),
+        (lambda: joined(layer(), layer(WEIGHT[:, :3].contiguous())), ValueError, "all must be of the same shape"),
+        (lambda: joined(*[layer()] * 5), ValueError, "5 layers: 1 to 4 can be joined"),
+        (lambda: _native.JoinedLinears([layer()], doubled()), ValueError, "does not compute each of 4 columns"),
+        (lambda: multiplied_joined(torch.ones(3, 6)), ValueError, r"the input is \[3, 6\]: \[2, 6\] is expected"),
+        (lambda: multiplied_joined(torch.ones(2, 6), None), ValueError, "1 biases of 2 layers"),
+        (lambda: multiplied_joined(torch.ones(2, 6).double()), TypeError, "input: float32, bfloat16 or float16"),
+        (lambda: multiplied_joined(torch.ones(2, 6), None, torch.ones(3)), ValueError, r"the bias is \[1, 3\]"),
+        (lambda: multiplied_joined(torch.ones(2, 6), None, torch.ones(4).half()), TypeError, "a bias is of F16"),
+    ],
+)
+def test_joined_layers_refuse_what_does_not_fit(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def joined(*layers: _native.PackedLinear) -> _native.JoinedLinears:
+    """Their product."""
+    instructions: list[Any] = [("mul", [(0, 1, 4), (1, 1, 4)], 1, 4, "float32", 0)]
+    program = _native.RowProgram([(1, 4, 1), (1, 4, 1)], instructions, [(2, 1, 4, 1)], 2)
+    return _native.JoinedLinears(list(layers) or [layer(), layer()], program)
+
+
+def multiplied_joined(input: torch.Tensor, *biases: torch.Tensor | None) -> None:
+    given = [None if bias is None else to_dlpack(bias) for bias in biases or (None, None)]
+    joined().multiply(to_dlpack(input), to_dlpack(torch.ones(2, 4)), given)
+
+
 def multiplied(input: torch.Tensor, out: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> None:
     out = torch.ones(2, 4) if out is None else out
     layer().multiply(to_dlpack(input), to_dlpack(out), None if bias is None else to_dlpack(bias))

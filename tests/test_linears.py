@@ -233,20 +233,20 @@ def plan_of(model: PreTrainedModel, **fields: Any) -> room.LinearPlan:
 
 class TestCopies:
     def test_stay_over_a_restart_with_the_same_weights(self, started: chairlift.ContinuousBatchingManager) -> None:
-        before = {name: packed._packed for name, packed in linears_of(started).by_name.items()}
+        before = {name: packed.packed for name, packed in linears_of(started).by_name.items()}
         started.stop()
         started.model.load_state_dict(copy.deepcopy(started.model.state_dict()))
         started.start()
         after = linears_of(started)
         assert before
-        assert all(after.by_name[name]._packed is packed for name, packed in before.items())
+        assert all(after.by_name[name].packed is packed for name, packed in before.items())
         assert after.find(started.model.lm_head.weight) is not None
 
     def test_go_with_a_destroyed_manager(self, model: PreTrainedModel) -> None:
         manager = manager_of(model)
         manager.start()
         tokens_of(manager)
-        kept = [weakref.ref(packed._packed) for packed in linears_of(manager).by_name.values()]
+        kept = [weakref.ref(packed.packed) for packed in linears_of(manager).by_name.values()]
         manager.destroy()
         gc.collect()
         assert kept

@@ -12,6 +12,7 @@ __all__ = [
     "EngineClosed",
     "EngineConfig",
     "Event",
+    "JoinedLinears",
     "PackedLinear",
     "PagedAttention",
     "QueueFull",
@@ -108,6 +109,34 @@ class PackedLinear:
             input: [..., in] of the weight's dtype, its last dimension contiguous, its rows at equal distances.
             out: [..., out] the same, of as many rows; written; overlaps nothing.
             bias: [out]
+
+        Raises:
+            ValueError: What does not fit together.
+            TypeError: What is no such tensor, or of another dtype.
+        """
+
+@final
+class JoinedLinears:
+    """Linear layers of one input, and a program that computes one output of their results, on the CPU: in one call,
+    with the layers' results kept near."""
+
+    def __new__(cls, layers: list[PackedLinear], program: RowProgram) -> JoinedLinears:
+        """
+        Args:
+            layers: One to four, of the same shape, dtype and instruction set.
+            program: With an input for each layer, and one output; it computes each column of the output from that
+                column of its inputs, and numbers. Instructions and threads are those of the layers.
+
+        Raises:
+            ValueError: What does not fit together.
+        """
+    def multiply(self, input: Any, out: Any, biases: list[Any | None]) -> None:
+        """The layers and the program. Releases the GIL.
+
+        Args:
+            input: As of `PackedLinear.multiply`.
+            out: As there.
+            biases: As there, of each layer.
 
         Raises:
             ValueError: What does not fit together.

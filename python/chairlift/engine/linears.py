@@ -7,15 +7,17 @@ depends on the processor, on how torch was built, on the dtype and on the shape.
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
+from chairlift import _native
 from chairlift.engine.linear_calls import TORCHS_LINEAR, linear_context
-from chairlift.engine.packings import PACKINGS, Packing, padded_rows
+from chairlift.engine.packings import PACKINGS, NativeJoin, NativePacking, Packing, padded_rows
 
 # A call with a smaller weight is over before the way to a packed one is.
 LEAST_ELEMENTS = 1 << 15
@@ -38,14 +40,14 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 class PackedLinear:
     """A weight of a linear layer with its packed copy. Called with the input of a layer, it gives the output."""
 
-    __slots__ = ("_address", "_dtype", "_least_rows", "_packed", "_version", "_weight")
+    __slots__ = ("_address", "_dtype", "_least_rows", "_version", "_weight", "packed")
 
     def __init__(self, weight: torch.Tensor, packed: Packing, least_rows: int = 1) -> None:
         """Takes a weight's packed copy. Inputs of fewer rows than `least_rows` will be torch's."""
         self._weight = weakref.ref(weight)
         self._dtype, self._least_rows = weight.dtype, least_rows
         self._version, self._address = _version(weight), weight.data_ptr()
-        self._packed = packed
+        self.packed = packed
 
     def is_of(self, weight: torch.Tensor) -> bool:
         """Whether this is the weight, and as it was when it was packed as far as can be told without reading it."""
@@ -53,16 +55,38 @@ class PackedLinear:
 
     def moved_to(self, weight: torch.Tensor) -> "PackedLinear":
         """The same copy for a weight of the same elements."""
-        return PackedLinear(weight, self._packed, self._least_rows)
+        return PackedLinear(weight, self.packed, self._least_rows)
 
     def __call__(self, input: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[..., in] to [..., out]. An input that a packed weight cannot serve is torch's."""
-        weight = self._weight()
+        if not self.serves(input):
+            return TORCHS_LINEAR(input, self._weight(), bias)
+        return self.packed(input, bias)
+
+    def serves(self, input: torch.Tensor) -> bool:
+        """Whether a layer with that input is computed by the copy."""
         if type(input) is not torch.Tensor or input.dtype is not self._dtype or input.dim() < 2:
-            return TORCHS_LINEAR(input, weight, bias)
-        if input.numel() // input.shape[-1] < self._least_rows:
-            return TORCHS_LINEAR(input, weight, bias)
-        return self._packed(input, bias)
+            return False
+        return input.numel() // input.shape[-1] >= self._least_rows
+
+
+class JoinedLinears:
+    """Layers of one input and a program over their results, as a function of the input and the biases."""
+
+    def __init__(self, layers: Sequence[PackedLinear], program: _native.RowProgram, joined: NativeJoin) -> None:
+        """Takes the layers, the program, and both together."""
+        self._layers = layers
+        self._program = program
+        self._joined = joined
+
+    def __call__(self, input: torch.Tensor, biases: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """[..., in] to [..., out]."""
+        if all(layer.serves(input) for layer in self._layers):
+            return self._joined(input, biases)
+        results = [layer(input, bias).contiguous() for layer, bias in zip(self._layers, biases, strict=True)]
+        out = torch.empty_like(results[0])
+        self._program.run([to_dlpack(result) for result in results], [to_dlpack(out)])
+        return out
 
 
 class PackedLinears:
@@ -82,6 +106,17 @@ class PackedLinears:
         """
         packed = self._by_id.get(id(weight))
         return packed if packed is not None and packed.is_of(weight) else None
+
+    def join(self, weights: Sequence[torch.Tensor], program: _native.RowProgram) -> JoinedLinears | None:
+        """What computes layers of these weights and a program over their results in one; None: nothing does.
+
+        What holds for `find` holds for each weight.
+        """
+        layers = [self._by_id.get(id(weight)) for weight in weights]
+        found = [layer for layer, weight in zip(layers, weights, strict=True) if layer and layer.is_of(weight)]
+        packings = [layer.packed for layer in found if isinstance(layer.packed, NativePacking)]
+        joined = NativeJoin.of(packings, program) if len(packings) == len(weights) else None
+        return None if joined is None else JoinedLinears(found, program, joined)
 
     def entered(self) -> AbstractContextManager[None]:
         """Answers this thread's linear calls with packed weights inside the block; those without, and those under

@@ -4,7 +4,7 @@ Two know how: the kernels in Rust, and oneDNN, which torch carries. MKL's packin
 number of rows and computes every other from the weight as it is; a step has any number of rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar, Protocol
 
@@ -54,12 +54,12 @@ class NativePacking(Packing):
     title = "chairlift"
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self._out_size = weight.shape[0]
-        self._linear = _native.PackedLinear(_capsule(weight), torch.get_num_threads())
+        self.out_size = weight.shape[0]
+        self.linear = _native.PackedLinear(_capsule(weight), torch.get_num_threads())
 
     def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = input.new_empty((*input.shape[:-1], self._out_size))
-        self._linear.multiply(
+        out = input.new_empty((*input.shape[:-1], self.out_size))
+        self.linear.multiply(
             to_dlpack(input if input.is_contiguous() else input.contiguous()),
             to_dlpack(out),
             None if bias is None else _capsule(bias),
@@ -70,6 +70,34 @@ class NativePacking(Packing):
     def copy_bytes(weight: torch.Tensor) -> int:
         out_size, in_size = weight.shape
         return (out_size + _NATIVE_WIDTH) * (in_size + _NATIVE_DEPTH) * weight.element_size()
+
+
+class NativeJoin:
+    """Layers of one input and a program over their results, computed in one by the kernels."""
+
+    def __init__(self, joined: _native.JoinedLinears, out_size: int) -> None:
+        """Takes the kernels'."""
+        self._joined = joined
+        self._out_size = out_size
+
+    @classmethod
+    def of(cls, packings: Sequence[NativePacking], program: _native.RowProgram) -> "NativeJoin | None":
+        """That of layers and a program; None where they cannot be joined."""
+        try:
+            joined = _native.JoinedLinears([packing.linear for packing in packings], program)
+        except ValueError:
+            return None
+        return cls(joined, packings[0].out_size)
+
+    def __call__(self, input: torch.Tensor, biases: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """[..., in] to [..., out]; arguments as a packing's."""
+        out = input.new_empty((*input.shape[:-1], self._out_size))
+        self._joined.multiply(
+            to_dlpack(input if input.is_contiguous() else input.contiguous()),
+            to_dlpack(out),
+            [None if bias is None else _capsule(bias) for bias in biases],
+        )
+        return out
 
 
 class OneDnnPacking(Packing):

@@ -191,6 +191,69 @@ impl Program {
         &self.outputs
     }
 
+    /// Whether each of so many columns of its outputs is computed from the same column of its inputs alone.
+    #[must_use]
+    pub fn is_columnwise(&self, columns: usize) -> bool {
+        let whole = |place: Place| (place.groups, place.length) == (1, columns);
+        let lanewise = |instruction: &Instruction| match instruction.step {
+            Step::Binary(_, a, b) => [a, b].into_iter().all(|operand| match operand {
+                Operand::Place(place) => whole(place),
+                Operand::Number(_) => true,
+            }),
+            Step::Unary(_, Operand::Place(place)) => whole(place),
+            Step::Unary(_, Operand::Number(_)) => true,
+            Step::Mean(_) | Step::Slice(..) | Step::Cat(_) => false,
+        };
+        let results = self.instructions.iter().map(|instruction| instruction.to);
+        self.inputs.iter().chain(&self.outputs).copied().chain(results).all(whole)
+            && self.instructions.iter().all(lanewise)
+    }
+
+    /// The same over fewer columns, of a program that [is columnwise](Self::is_columnwise).
+    pub(crate) fn narrowed(&self, columns: usize) -> Self {
+        let narrow = |place: Place| Place { length: columns, ..place };
+        let operand = |operand: Operand| match operand {
+            Operand::Place(place) => Operand::Place(narrow(place)),
+            number => number,
+        };
+        let step = |step: &Step| match *step {
+            Step::Binary(op, a, b) => Step::Binary(op, operand(a), operand(b)),
+            Step::Unary(op, a) => Step::Unary(op, operand(a)),
+            ref other => other.clone(),
+        };
+        let instructions = self.instructions.iter();
+        Self {
+            inputs: self.inputs.iter().copied().map(narrow).collect(),
+            instructions: instructions
+                .map(|instruction| Instruction {
+                    step: step(&instruction.step),
+                    to: narrow(instruction.to),
+                    dtype: instruction.dtype,
+                })
+                .collect(),
+            outputs: self.outputs.iter().copied().map(narrow).collect(),
+            // Registers stay where they are, with room to spare.
+            starts: self.starts.clone(),
+            ..*self
+        }
+    }
+
+    /// Computes some rows on this thread.
+    ///
+    /// # Safety
+    /// As of [`Self::run`], with as many tensors as the program has inputs and outputs.
+    pub(crate) unsafe fn run_here(&self, inputs: &[Rows], outputs: &[Rows], rows: std::ops::Range<usize>) {
+        thread_local! {
+            static SCRATCH: std::cell::RefCell<Numbers> = std::cell::RefCell::default();
+        }
+        let tensors = Tensors { inputs, outputs };
+        SCRATCH.with_borrow_mut(|scratch| {
+            let memory = scratch.room(self.room);
+            // SAFETY: the machine has the instructions; the tensors are as promised by the caller.
+            unsafe { simd::run(self.isa, RunRows { program: self, tensors, rows, memory }) };
+        });
+    }
+
     /// Computes so many rows.
     ///
     /// # Errors
@@ -218,17 +281,11 @@ impl Program {
         let elements: usize = self.instructions.iter().map(|instruction| instruction.to.size()).sum();
         let each =
             rows.div_ceil(threads.max(1) * PARTS).max(PART_ELEMENTS / elements.max(1)).clamp(1, rows.max(1));
-        let call = Call { program: self, inputs, outputs };
+        let tensors = Tensors { inputs, outputs };
         team.share_out(threads, rows.div_ceil(each), &|_, part| {
-            thread_local! {
-                static SCRATCH: std::cell::RefCell<Numbers> = std::cell::RefCell::default();
-            }
-            SCRATCH.with_borrow_mut(|scratch| {
-                let rows = part * each..rows.min((part + 1) * each);
-                let memory = scratch.room(self.room);
-                // SAFETY: the machine has the instructions; the tensors are as promised by the caller.
-                unsafe { simd::run(self.isa, RunRows { call: &call, rows, memory }) };
-            });
+            let Tensors { inputs, outputs } = &tensors;
+            // SAFETY: as promised by the caller.
+            unsafe { self.run_here(inputs, outputs, part * each..rows.min((part + 1) * each)) };
         });
         Ok(())
     }
@@ -317,18 +374,19 @@ fn check(sizes: &[usize], instruction: &Instruction) -> Result<(), Invalid> {
     }
 }
 
-/// A checked call.
-struct Call<'a> {
-    program: &'a Program,
+/// The tensors of a call.
+#[derive(Clone, Copy)]
+struct Tensors<'a> {
     inputs: &'a [Rows],
     outputs: &'a [Rows],
 }
 
-// SAFETY: its pointers are to tensors that the call's maker keeps, and each thread writes rows of its own.
-unsafe impl Sync for Call<'_> {}
+// SAFETY: their pointers are to tensors that the call's maker keeps, and each thread writes rows of its own.
+unsafe impl Sync for Tensors<'_> {}
 
 struct RunRows<'a> {
-    call: &'a Call<'a>,
+    program: &'a Program,
+    tensors: Tensors<'a>,
     rows: std::ops::Range<usize>,
     memory: *mut f32,
 }
@@ -336,13 +394,12 @@ struct RunRows<'a> {
 impl Kernel for RunRows<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let Self { call, rows, memory } = self;
-        let program = call.program;
+        let Self { program, tensors, rows, memory } = self;
         // SAFETY: registers are within the memory, rows within the tensors.
         unsafe {
             let register = |place: Place| memory.add(program.starts[place.register]);
             for row in rows.clone() {
-                for (&place, input) in program.inputs.iter().zip(call.inputs) {
+                for (&place, input) in program.inputs.iter().zip(tensors.inputs) {
                     if row == rows.start || input.row_stride > 0 {
                         match input.dtype {
                             Dtype::F32 => load_row::<S, f32>(input, row, place, register(place)),
@@ -358,7 +415,7 @@ impl Kernel for RunRows<'_> {
                         Dtype::F16 => step::<S, f16>(instruction, &register),
                     }
                 }
-                for (&place, output) in program.outputs.iter().zip(call.outputs) {
+                for (&place, output) in program.outputs.iter().zip(tensors.outputs) {
                     match output.dtype {
                         Dtype::F32 => store_row::<S, f32>(output, row, place, register(place)),
                         Dtype::Bf16 => store_row::<S, bf16>(output, row, place, register(place)),

@@ -3,7 +3,8 @@
 
 use chairlift_kernels::element::Dtype;
 use chairlift_kernels::isa::Isa;
-use chairlift_kernels::linear::{Matrix, PackedLinear};
+use chairlift_kernels::linear::{Joined, Matrix, PackedLinear};
+use chairlift_kernels::rowwise::{Binary, Instruction, Operand, Place, Program, Rows, Step, Unary};
 use chairlift_kernels::team::Team;
 use proptest::prelude::*;
 
@@ -112,6 +113,59 @@ fn check(story: &Story, isa: Isa, team: Team) {
     }
 }
 
+/// `silu(a) * b` of so many columns.
+fn gate(columns: usize, dtype: Dtype, isa: Isa) -> Program {
+    let place = |register| Place { register, groups: 1, length: columns };
+    let instructions = vec![
+        Instruction { step: Step::Unary(Unary::Silu, Operand::Place(place(0))), to: place(2), dtype },
+        Instruction {
+            step: Step::Binary(Binary::Mul, Operand::Place(place(2)), Operand::Place(place(1))),
+            to: place(3),
+            dtype,
+        },
+    ];
+    Program::new(vec![place(0), place(1)], instructions, vec![place(3)], isa).expect("a program")
+}
+
+/// Two layers joined give to the bit what they give one after the other.
+fn check_joined(story: &Story, isa: Isa, team: Team) {
+    let &Story { dtype, rows, in_size, out_size, gaps, threads, .. } = story;
+    let mut noise = Noise(story.seed);
+    let program = gate(out_size, dtype, isa);
+    let (_input, input, _) = random(story, &mut noise, rows, in_size, gaps[1]);
+    let (mut together, out) = empty(story, rows, out_size, gaps[2]);
+    let (mut apart, expected) = empty(story, rows, out_size, gaps[2]);
+    let mut kept = Vec::new();
+    let (mut layers, mut biases, mut results) = (Vec::new(), Vec::new(), Vec::new());
+    // SAFETY: the tensors are there, and nobody else touches them.
+    unsafe {
+        for _ in 0..2 {
+            let (weight_memory, weight, _) = random(story, &mut noise, out_size, in_size, gaps[0]);
+            let (bias_memory, bias, _) = random(story, &mut noise, 1, out_size, 0);
+            let (memory, result) = empty(story, rows, out_size, 0);
+            let linear = PackedLinear::new(dtype, &weight, isa, team, threads).expect("it can be packed");
+            biases.push(story.has_bias.then_some(bias));
+            linear.call(&input, biases[layers.len()].as_ref(), &result, team, threads).expect("it fits");
+            layers.push(linear);
+            results.push(rows_of(&result, dtype));
+            kept.extend([weight_memory, bias_memory, memory]);
+        }
+        program.run(&results, &[rows_of(&expected, dtype)], rows, team, threads).expect("it fits");
+        let layers: Vec<&PackedLinear> = layers.iter().collect();
+        let joined = Joined::new(&layers, &program).expect("they can be joined");
+        joined.call(&input, &biases, &out, team, threads).expect("it fits");
+    }
+    for index in 0..(rows - 1) * out.row_stride + out_size {
+        let (got, right) = (together.get(index), apart.get(index));
+        let same = got == right || (got.is_nan() && right.is_nan());
+        assert!(same, "{isa}: element {index} is {got}, and {right} of the layers apart");
+    }
+}
+
+fn rows_of(matrix: &Matrix, dtype: Dtype) -> Rows {
+    Rows { data: matrix.data, dtype, row_stride: matrix.row_stride, group_stride: matrix.columns }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(100)))]
 
@@ -119,6 +173,13 @@ proptest! {
     fn every_layer_gives_what_the_formula_gives(story in stories()) {
         for isa in Isa::available() {
             check(&story, isa, Team::of_process());
+        }
+    }
+
+    #[test]
+    fn joined_layers_give_what_they_give_apart(story in stories()) {
+        for isa in Isa::available() {
+            check_joined(&story, isa, Team::of_process());
         }
     }
 }
@@ -199,5 +260,54 @@ fn what_does_not_fit_is_refused_by_its_sizes() {
         let error =
             PackedLinear::new(story.dtype, &nothing, Isa::best(), Team::Serial, 1).expect_err("no rows");
         assert!(error.to_string().contains("[0, 32]"), "{error}");
+    }
+}
+
+#[test]
+fn what_cannot_be_joined_is_refused() {
+    let story = Story {
+        dtype: Dtype::F32,
+        rows: 2,
+        in_size: 8,
+        out_size: 16,
+        gaps: [0; 3],
+        has_bias: false,
+        at_end: true,
+        threads: 1,
+        seed: 3,
+    };
+    let isa = Isa::best();
+    let layer = |out_size| {
+        let (_memory, weight) = empty(&story, out_size, 8, 0);
+        // SAFETY: the tensor is there.
+        unsafe { PackedLinear::new(story.dtype, &weight, isa, Team::Serial, 1).expect("it can be packed") }
+    };
+    let (one, other, wider) = (layer(16), layer(16), layer(17));
+    let place = |register, length| Place { register, groups: 1, length };
+    let mean = Instruction { step: Step::Mean(place(0, 16)), to: place(2, 1), dtype: Dtype::F32 };
+    let mean = Program::new(vec![place(0, 16), place(1, 16)], vec![mean], vec![place(0, 16)], isa)
+        .expect("a program");
+    let fits = gate(16, Dtype::F32, isa);
+    for (layers, program, wrong) in [
+        (vec![], &fits, "0 layers: 1 to 4"),
+        (vec![&one, &wider], &fits, "all must be of the same shape"),
+        (vec![&one, &other], &mean, "does not compute each of 16 columns"),
+        (vec![&wider, &wider], &fits, "does not compute each of 17 columns"),
+        (vec![&one], &fits, "2 inputs and 1 outputs for 1 layers"),
+    ] {
+        let error = Joined::new(&layers, program).expect_err(wrong);
+        assert!(error.to_string().contains(wrong), "{error}");
+    }
+    let (_input, input) = empty(&story, 2, 8, 0);
+    let (_out, out) = empty(&story, 2, 16, 0);
+    let layers = [&one, &other];
+    let joined = Joined::new(&layers, &fits).expect("they can be joined");
+    let narrow = Matrix { columns: 15, ..out };
+    for (biases, out, wrong) in
+        [(vec![None], out, "1 biases of 2 layers"), (vec![None, None], narrow, "the output is [2, 15]")]
+    {
+        // SAFETY: the tensors are there.
+        let error = unsafe { joined.call(&input, &biases, &out, Team::Serial, 1) }.expect_err(wrong);
+        assert!(error.to_string().contains(wrong), "{error}");
     }
 }

@@ -1,12 +1,13 @@
 //! Linear layers on the CPU.
 
-use chairlift_kernels::linear::Matrix;
+use chairlift_kernels::linear::{Joined, Matrix};
 use chairlift_kernels::team::Team;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::attention::{check_run, to_python};
 use crate::machine::{isa_of, team_of};
+use crate::rowwise::RowProgram;
 use crate::tensor::Tensor;
 
 /// The packed copy of a linear layer's weight; see `_native.pyi`.
@@ -60,17 +61,9 @@ impl PackedLinear {
         out: Tensor<'_>,
         bias: Option<Tensor<'_>>,
     ) -> PyResult<()> {
-        let tensors = [("input", Some(&input)), ("out", Some(&out)), ("bias", bias.as_ref())];
-        for (name, tensor) in tensors {
-            if let Some(tensor) = tensor {
-                let dtype = tensor.dtype(name)?;
-                if dtype != self.inner.dtype() {
-                    return Err(PyTypeError::new_err(format!(
-                        "{name} is of {dtype:?}, and the weight of {:?}",
-                        self.inner.dtype()
-                    )));
-                }
-            }
+        let given = [("input", &input), ("out", &out)];
+        for (name, tensor) in given.into_iter().chain(bias.as_ref().map(|bias| ("bias", bias))) {
+            self.check_dtype(name, tensor)?;
         }
         let call = Shared((
             matrix(&input, "input")?,
@@ -84,6 +77,69 @@ impl PackedLinear {
             unsafe { self.inner.call(input, bias.as_ref(), out, self.team, self.threads) }
         })
         .map_err(to_python)
+    }
+}
+
+impl PackedLinear {
+    fn check_dtype(&self, name: &str, tensor: &Tensor<'_>) -> PyResult<()> {
+        let (dtype, expected) = (tensor.dtype(name)?, self.inner.dtype());
+        match dtype == expected {
+            true => Ok(()),
+            false => {
+                Err(PyTypeError::new_err(format!("{name} is of {dtype:?}, and the weight of {expected:?}")))
+            }
+        }
+    }
+}
+
+/// Linear layers of one input whose results become one; see `_native.pyi`.
+#[pyclass(module = "chairlift._native", frozen)]
+pub struct JoinedLinears {
+    layers: Vec<Py<PackedLinear>>,
+    program: Py<RowProgram>,
+}
+
+#[pymethods]
+impl JoinedLinears {
+    #[new]
+    fn new(layers: Vec<Py<PackedLinear>>, program: Py<RowProgram>) -> PyResult<Self> {
+        let joined = Self { layers, program };
+        Joined::new(&joined.layers(), &joined.program.get().inner).map_err(to_python)?;
+        Ok(joined)
+    }
+
+    fn multiply(
+        &self,
+        py: Python<'_>,
+        input: Tensor<'_>,
+        out: Tensor<'_>,
+        biases: Vec<Option<Tensor<'_>>>,
+    ) -> PyResult<()> {
+        let first = self.layers[0].get();
+        let given = [("input", &input), ("out", &out)];
+        for (name, tensor) in given.into_iter().chain(biases.iter().flatten().map(|bias| ("a bias", bias))) {
+            first.check_dtype(name, tensor)?;
+        }
+        let rows_of = |bias: &Option<Tensor<'_>>| bias.as_ref().map(|bias| row(bias, "a bias")).transpose();
+        let call = Shared((
+            matrix(&input, "input")?,
+            biases.iter().map(rows_of).collect::<PyResult<Vec<_>>>()?,
+            matrix(&out, "out")?,
+        ));
+        py.detach(|| {
+            let Shared((input, biases, out)) = &call;
+            let layers = self.layers();
+            let joined = Joined::new(&layers, &self.program.get().inner)?;
+            // SAFETY: as in `PackedLinear::multiply`.
+            unsafe { joined.call(input, biases, out, first.team, first.threads) }
+        })
+        .map_err(to_python)
+    }
+}
+
+impl JoinedLinears {
+    fn layers(&self) -> Vec<&chairlift_kernels::linear::PackedLinear> {
+        self.layers.iter().map(|layer| &layer.get().inner).collect()
     }
 }
 

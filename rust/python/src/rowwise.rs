@@ -30,7 +30,7 @@ type PyOutput = (usize, usize, usize, usize);
 /// A program over the rows of tensors; see `_native.pyi`.
 #[pyclass(module = "chairlift._native", frozen)]
 pub struct RowProgram {
-    inner: Program,
+    pub(crate) inner: Program,
     /// Of each input, the dimension of its rows; None: all rows are the same.
     input_dimensions: Vec<Option<usize>>,
     output_dimensions: Vec<usize>,

@@ -53,12 +53,18 @@ class RowRun:
             inputs: Of each input of the program, the constant, or the dimension of the rows in what the call is given.
             outputs: What is made.
         """
+        self.program = program
         self._run = program.run
         constants = [None if isinstance(given, int) else _capsule(given) for given in inputs]
         self._inputs = constants
         self._places = [index for index, constant in enumerate(constants) if constant is None]
         self._row_dim = next(given for given in inputs if isinstance(given, int))
         self._outputs = outputs
+
+    @property
+    def has_constants(self) -> bool:
+        """Whether it is of more than what a call is given."""
+        return len(self._places) < len(self._inputs)
 
     def __call__(self, *given: torch.Tensor) -> list[torch.Tensor]:
         """The outputs."""

@@ -10,13 +10,14 @@ from chairlift.engine.replay.agreement import Agreement, Law
 from chairlift.engine.replay.calls import NUMBER, TENSOR, Call, Pattern, attend, is_plain_linear, mask
 from chairlift.engine.replay.fusion import fuse
 from chairlift.engine.replay.instructions import Instruction, instructions_of
+from chairlift.engine.replay.joining import Joins, join
 from chairlift.engine.replay.recorder import NUM_INPUTS
 from chairlift.engine.replay.selection import select_early
 
 Linear = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-class Linears(Protocol):
+class Linears(Joins, Protocol):
     """Linear layers computed in another way than torch's."""
 
     def find(self, weight: torch.Tensor) -> Linear | None:
@@ -53,6 +54,8 @@ def write_program(agreement: Agreement, linears: Linears | None = None) -> Progr
     if not agreement.one_token:
         instructions, output = select_early(instructions, output, agreement.constants)
     instructions = fuse(instructions, output, agreement.constants, one_token=agreement.one_token)
+    if linears is not None:
+        instructions = join(instructions, output, agreement.constants, linears)
     writer = _Writer(agreement.constants, linears)
     source = writer.write(instructions, output)
     exec(compile(source, "<recorded forward>", "exec"), writer.scope)

@@ -6,6 +6,7 @@
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
+mod joined;
 mod vectors;
 
 use std::fmt;
@@ -13,6 +14,7 @@ use std::marker::PhantomData;
 
 use half::{bf16, f16};
 
+pub use self::joined::{Joined, MOST_LAYERS};
 use self::vectors::MakeReady;
 use crate::attention::Invalid;
 use crate::element::{Dtype, Element};
@@ -238,19 +240,7 @@ impl PackedLinear {
         team: Team,
         threads: usize,
     ) -> Result<(), Invalid> {
-        let expected = [
-            ("the input", input, (out.rows, self.in_size)),
-            ("the output", out, (input.rows, self.out_size)),
-        ];
-        let bias_expected = bias.map(|bias| ("the bias", bias, (1, self.out_size)));
-        for (name, matrix, (rows, columns)) in expected.into_iter().chain(bias_expected) {
-            if (matrix.rows, matrix.columns) != (rows, columns) {
-                return Err(Invalid::new(format!(
-                    "{name} is [{}, {}]: [{rows}, {columns}] is expected",
-                    matrix.rows, matrix.columns
-                )));
-            }
-        }
+        self.check(input, bias, out)?;
         if input.rows == 0 {
             return Ok(());
         }
@@ -265,6 +255,39 @@ impl PackedLinear {
         Ok(())
     }
 
+    /// Checks that a call's tensors fit together.
+    fn check(&self, input: &Matrix, bias: Option<&Matrix>, out: &Matrix) -> Result<(), Invalid> {
+        let expected = [
+            ("the input", input, (out.rows, self.in_size)),
+            ("the output", out, (input.rows, self.out_size)),
+        ];
+        let bias_expected = bias.map(|bias| ("the bias", bias, (1, self.out_size)));
+        for (name, matrix, (rows, columns)) in expected.into_iter().chain(bias_expected) {
+            if (matrix.rows, matrix.columns) != (rows, columns) {
+                return Err(Invalid::new(format!(
+                    "{name} is [{}, {}]: [{rows}, {columns}] is expected",
+                    matrix.rows, matrix.columns
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// How many panels there are, and how many of them a thread takes at a time of a call of so many rows.
+    fn parts(&self, rows: usize, threads: usize) -> (usize, usize) {
+        let panels = self.out_size.div_ceil(self.width);
+        let at_least = PART_WORK.div_ceil(2 * rows * self.in_size * self.width);
+        (panels, panels.div_ceil(threads.max(1) * PARTS).max(at_least).min(panels))
+    }
+
+    /// Bytes of a row of the input as the products read it.
+    const fn row_bytes(&self) -> usize {
+        match self.way {
+            Way::Lanes => self.in_size * size_of::<f32>(),
+            Way::Tiles | Way::Pairs => self.in_size * self.dtype.bytes(),
+        }
+    }
+
     unsafe fn call_in<E: Element>(
         &self,
         input: &Matrix,
@@ -273,10 +296,7 @@ impl PackedLinear {
         team: Team,
         threads: usize,
     ) {
-        let panels = self.out_size.div_ceil(self.width);
-        let work = 2 * input.rows * self.in_size * self.width;
-        let at_least = PART_WORK.div_ceil(work);
-        let each = panels.div_ceil(threads.max(1) * PARTS).max(at_least).min(panels);
+        let (panels, each) = self.parts(input.rows, threads);
         let mut copy = READY.take();
         // SAFETY: as promised by the caller.
         let input = unsafe { self.ready::<E>(input, &mut copy, team, threads) };
@@ -372,7 +392,8 @@ impl<E: Element> Product<'_, E> {
         // SAFETY: in bounds.
         unsafe {
             Written {
-                to: self.out.data.cast::<E>().add(row * self.out.row_stride + first),
+                // Of some columns the others may not be there.
+                to: self.out.data.cast::<E>().wrapping_add(row * self.out.row_stride + first),
                 row_stride: self.out.row_stride,
                 columns: self.linear.width.min(self.linear.out_size - first),
                 bias: self.bias.map(|bias| bias.add(first)),

@@ -16,7 +16,6 @@ const LEAST_ROWS: usize = 48;
 const MOST_ROWS: usize = 512;
 /// Bytes of a panel that are multiplied with these rows before its next ones: they stay in the first cache.
 const BLOCK_BYTES: usize = 28 << 10;
-
 /// Bytes of a panel between what a few rows are multiplied with and what is asked for.
 const FEW_AHEAD: usize = 4096;
 
@@ -33,6 +32,26 @@ pub(super) fn width(isa: Isa) -> usize {
     // SAFETY: no instruction of the set is used.
     unsafe { simd::run(isa, Width(&mut width)) };
     width
+}
+
+/// Rows of an input of so many bytes each that meet all panels of a part together.
+pub(super) fn rows_at_once(isa: Isa, row_bytes: usize) -> usize {
+    struct Count<'a>(&'a mut usize, usize);
+    impl Kernel for Count<'_> {
+        #[inline(always)]
+        unsafe fn run<S: Simd>(self) {
+            *self.0 = rows_that_stay::<S>(self.1);
+        }
+    }
+    let mut count = 0;
+    // SAFETY: no instruction of the set is used.
+    unsafe { simd::run(isa, Count(&mut count, row_bytes)) };
+    count
+}
+
+#[inline(always)]
+fn rows_that_stay<S: Simd>(row_bytes: usize) -> usize {
+    (INPUT_BYTES / row_bytes).clamp(LEAST_ROWS, MOST_ROWS).next_multiple_of(row_count::<S>())
 }
 
 /// Vectors of a panel's row: with [`row_count`] rows at a time the accumulators fill the registers.
@@ -173,9 +192,7 @@ impl<E: Element> Product<'_, E> {
         let unpacks = F::UNPACKS && !few;
         let near_bytes = if unpacks { width * size_of::<f32>() } else { step_bytes };
         let block = if few { steps } else { even_parts(steps, BLOCK_BYTES / near_bytes) };
-        let row_bytes = linear.in_size * size_of::<F::Given>();
-        let rows_at_once =
-            (INPUT_BYTES / row_bytes).clamp(LEAST_ROWS, MOST_ROWS).next_multiple_of(row_count::<S>());
+        let rows_at_once = rows_that_stay::<S>(linear.row_bytes());
         let Scratch { sums, unpacked, .. } = scratch;
         let sums = sums.room(rows_at_once * width);
         let unpacked = if unpacks { unpacked.room(block * width) } else { std::ptr::null_mut() };
