@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -50,9 +51,7 @@ def write_program(agreement: Agreement, linears: Linears | None = None) -> Progr
         agreement: What was recorded.
         linears: Computes linear layers where it can.
     """
-    instructions, output = instructions_of(agreement)
-    if not agreement.one_token:
-        instructions, output = select_early(instructions, output, agreement.constants)
+    instructions, output = _selected(agreement)
     instructions = fuse(instructions, output, agreement.constants, one_token=agreement.one_token)
     if linears is not None:
         instructions = join(instructions, output, agreement.constants, linears)
@@ -60,6 +59,21 @@ def write_program(agreement: Agreement, linears: Linears | None = None) -> Progr
     source = writer.write(instructions, output)
     exec(compile(source, "<recorded forward>", "exec"), writer.scope)
     return Program(writer.scope["forward"], len(instructions), agreement.version, source)
+
+
+# What comes before the addresses of weights play a part, by agreement: it stays when a manager follows another one.
+_known: "WeakKeyDictionary[Agreement, tuple[int, list[Instruction], int]]" = WeakKeyDictionary()
+
+
+def _selected(agreement: Agreement) -> tuple[list[Instruction], int]:
+    """The calls that are needed, of the rows that are, and the value that the forward returns."""
+    known = _known.get(agreement)
+    if known is None or known[0] != agreement.version:
+        instructions, output = instructions_of(agreement)
+        if not agreement.one_token:
+            instructions, output = select_early(instructions, output, agreement.constants)
+        known = _known[agreement] = (agreement.version, instructions, output)
+    return known[1:]
 
 
 class _Writer:
