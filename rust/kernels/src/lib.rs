@@ -8,6 +8,7 @@
 
 pub mod attention;
 pub mod element;
+mod factors;
 pub mod isa;
 pub mod linear;
 mod math;

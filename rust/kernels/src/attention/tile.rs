@@ -1,4 +1,4 @@
-//! Many query rows over a stretch of keys: matrix products of tiles, the keys' tile unpacked once for all rows.
+//! Many query rows over a stretch of keys: matrix products of tiles, the keys' tile made ready once for all rows.
 
 use std::ops::Range;
 
@@ -6,7 +6,8 @@ use super::call::{Attend, Scratch};
 use super::plan::{KEYS, Piece};
 use super::product::{self, Product};
 use super::softmax::{Running, scale_row, weigh};
-use crate::element::Element;
+use crate::element::{Dtype, Element};
+use crate::factors::{Factors, Lanes, Pairs};
 use crate::simd::Simd;
 
 /// Rows whose scores are there at once, in the nearest cache: some blocks of a product.
@@ -19,6 +20,17 @@ impl<E: Element> Attend<'_, E> {
     /// The machine must have the instructions of `S`; the call was checked.
     #[inline(always)]
     pub(super) unsafe fn tile_piece<S: Simd>(&self, piece: &Piece, kv_head: usize, scratch: &mut Scratch) {
+        // SAFETY: as promised by the caller.
+        unsafe {
+            match S::DOT_BF16 && E::DTYPE == Dtype::Bf16 {
+                true => self.tile_piece_of::<S, Pairs>(piece, kv_head, scratch),
+                false => self.tile_piece_of::<S, Lanes<f32>>(piece, kv_head, scratch),
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn tile_piece_of<S: Simd, T: Tile>(&self, piece: &Piece, kv_head: usize, scratch: &mut Scratch) {
         let tokens = &self.plan.tokens[piece.tokens.clone()];
         let group = self.call.heads.heads / self.call.heads.kv_heads;
         let rows = tokens.len() * group;
@@ -28,27 +40,27 @@ impl<E: Element> Attend<'_, E> {
         // SAFETY: rows of scratch were made for these sizes; K and V are read at keys that some token sees, whose
         // blocks were checked.
         unsafe {
-            let queries = scratch.queries(rows * width);
-            for (row, to) in (0..rows).map(|row| (row, queries.add(row * width))) {
-                self.load_row::<S>(self.query(tokens[row / group], head + row % group), size, to);
+            let queries = scratch.queries(rows * width).cast::<T::Given>();
+            for row in 0..rows {
+                T::query::<S>(self, tokens[row / group], head + row % group, queries.add(row * width));
             }
             let scores = scratch.scores(ROWS * KEYS);
             let sums = scratch.sums(rows * width_v);
             let running = scratch.running(rows);
-            let keys = scratch.keys(size * KEYS);
-            let values = scratch.values(KEYS * width_v);
-            let staging = scratch.staging(width);
+            let keys = scratch.keys(size.next_multiple_of(2) * KEYS).cast::<T::Stored>();
+            let values = scratch.values(KEYS * width_v).cast::<T::Stored>();
+            let staging = scratch.staging(width.max(ROWS * KEYS));
 
             let seen = |index: usize| &self.plan.seen[tokens[index]];
             for (Range { start, end }, seeing) in self.stretches(piece) {
                 let seeing = seeing.start * group..seeing.end * group;
-                self.unpack::<S>(piece.row, start..end, kv_head, keys, staging, values);
+                T::make_ready::<S>(self, piece.row, start..end, kv_head, keys, staging, values);
                 for rows in
                     (seeing.start..seeing.end).step_by(ROWS).map(|row| row..seeing.end.min(row + ROWS))
                 {
                     // Along the diagonal the first rows see few of the keys.
                     let count = seen((rows.end - 1) / group).end.clamp(start, end) - start;
-                    product::write::<S, false>(Product {
+                    product::write::<S, T, false>(Product {
                         left: queries.add(rows.start * width),
                         left_stride: width,
                         right: keys,
@@ -56,7 +68,7 @@ impl<E: Element> Attend<'_, E> {
                         out: scores,
                         out_stride: KEYS,
                         rows: rows.len(),
-                        depth: size,
+                        depth: size.next_multiple_of(T::DEPTH),
                         columns: count.next_multiple_of(S::LANES),
                     });
                     for row in rows.clone() {
@@ -70,15 +82,15 @@ impl<E: Element> Attend<'_, E> {
                             scale_row::<S>(sums.add(row * width_v), width_v, factor);
                         }
                     }
-                    product::write::<S, true>(Product {
-                        left: scores,
+                    product::write::<S, T, true>(Product {
+                        left: T::weights::<S>(scores, rows.len(), count, staging),
                         left_stride: KEYS,
                         right: values,
                         right_stride: width_v,
                         out: sums.add(rows.start * width_v),
                         out_stride: width_v,
                         rows: rows.len(),
-                        depth: count,
+                        depth: count.next_multiple_of(T::DEPTH),
                         columns: width_v,
                     });
                 }
@@ -132,14 +144,52 @@ impl<E: Element> Attend<'_, E> {
             }
         }
     }
+}
 
-    /// Reads some keys of a row: K to [size, `KEYS`], V to [keys, size of V in whole vectors], both fp32.
-    ///
-    /// # Safety
-    /// As for `tile_piece`; the targets must have that room, and `staging` that of a row of K in whole vectors.
+/// How the numbers of a tile are held for its products.
+///
+/// # Safety
+/// All methods: as for `tile_piece`; what is written to must have the room of whole vectors.
+trait Tile: Factors {
+    /// Writes a query.
+    unsafe fn query<S: Simd>(
+        attend: &Attend<'_, impl Element>,
+        token: usize,
+        head: usize,
+        to: *mut Self::Given,
+    );
+
+    /// Reads some keys of a row: K to [size, `KEYS`], V to [keys, size of V in whole vectors].
+    unsafe fn make_ready<S: Simd>(
+        attend: &Attend<'_, impl Element>,
+        row: usize,
+        keys: Range<usize>,
+        kv_head: usize,
+        to_keys: *mut Self::Stored,
+        staging: *mut f32,
+        to_values: *mut Self::Stored,
+    );
+
+    /// The weights of so many rows and keys, `KEYS` apart, as V is multiplied with them.
+    unsafe fn weights<S: Simd>(
+        scores: *mut f32,
+        rows: usize,
+        count: usize,
+        staging: *mut f32,
+    ) -> *const Self::Given;
+}
+
+/// In fp32.
+impl Tile for Lanes<f32> {
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(
-        &self,
+    unsafe fn query<S: Simd>(attend: &Attend<'_, impl Element>, token: usize, head: usize, to: *mut f32) {
+        // SAFETY: as promised by the caller.
+        unsafe { attend.load_row::<S>(attend.query(token, head), attend.call.k_pages.size, to) };
+    }
+
+    #[inline(always)]
+    unsafe fn make_ready<S: Simd>(
+        attend: &Attend<'_, impl Element>,
         row: usize,
         keys: Range<usize>,
         kv_head: usize,
@@ -147,22 +197,109 @@ impl<E: Element> Attend<'_, E> {
         staging: *mut f32,
         to_values: *mut f32,
     ) {
-        let (k_pages, v_pages) = (&self.call.k_pages, &self.call.v_pages);
+        let (k_pages, v_pages) = (&attend.call.k_pages, &attend.call.v_pages);
         let width_v = v_pages.size.next_multiple_of(S::LANES);
         // SAFETY: as promised by the caller.
         unsafe {
-            for part in self.parts(row, keys) {
-                let (k, v) = (self.k(&part, kv_head), self.v(&part, kv_head));
+            for part in attend.parts(row, keys) {
+                let (k, v) = (attend.k(&part, kv_head), attend.v(&part, kv_head));
                 for index in 0..part.count {
                     let key = part.offset + index;
-                    self.load_row::<S>(k.add(index * k_pages.token_stride), k_pages.size, staging);
+                    attend.load_row::<S>(k.add(index * k_pages.token_stride), k_pages.size, staging);
                     for at in 0..k_pages.size {
                         *to_keys.add(at * KEYS + key) = *staging.add(at);
                     }
                     let to = to_values.add(key * width_v);
-                    self.load_row::<S>(v.add(index * v_pages.token_stride), v_pages.size, to);
+                    attend.load_row::<S>(v.add(index * v_pages.token_stride), v_pages.size, to);
                 }
             }
         }
+    }
+
+    #[inline(always)]
+    unsafe fn weights<S: Simd>(scores: *mut f32, _: usize, _: usize, _: *mut f32) -> *const f32 {
+        scores
+    }
+}
+
+/// In pairs of bf16, along the elements of K and along the keys of V. Weights are rounded.
+impl Tile for Pairs {
+    #[inline(always)]
+    unsafe fn query<S: Simd>(attend: &Attend<'_, impl Element>, token: usize, head: usize, to: *mut u16) {
+        let size = attend.call.k_pages.size;
+        // SAFETY: as promised by the caller: the query is of bf16.
+        unsafe {
+            std::ptr::copy_nonoverlapping(attend.query(token, head).cast(), to, size);
+            if !size.is_multiple_of(2) {
+                to.add(size).write(0);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn make_ready<S: Simd>(
+        attend: &Attend<'_, impl Element>,
+        row: usize,
+        keys: Range<usize>,
+        kv_head: usize,
+        to_keys: *mut u16,
+        _: *mut f32,
+        to_values: *mut u16,
+    ) {
+        let (k_pages, v_pages) = (&attend.call.k_pages, &attend.call.v_pages);
+        let width_v = v_pages.size.next_multiple_of(S::LANES);
+        let count = keys.len();
+        let mut of_values = [std::ptr::null::<u16>(); KEYS];
+        let to_keys = to_keys.cast::<u32>();
+        // SAFETY: as promised by the caller: K and V are of bf16.
+        unsafe {
+            for part in attend.parts(row, keys) {
+                let (k, v) = (attend.k(&part, kv_head), attend.v(&part, kv_head));
+                for index in 0..part.count {
+                    let key = part.offset + index;
+                    let from = k.add(index * k_pages.token_stride).cast::<u16>();
+                    for pair in 0..k_pages.size / 2 {
+                        let value = from.add(2 * pair).cast::<u32>().read_unaligned();
+                        to_keys.add(pair * KEYS + key).write(value);
+                    }
+                    if !k_pages.size.is_multiple_of(2) {
+                        let last = k_pages.size - 1;
+                        to_keys.add(last / 2 * KEYS + key).write(u32::from(*from.add(last)));
+                    }
+                    of_values[key] = v.add(index * v_pages.token_stride).cast();
+                }
+            }
+            for pair in 0..count.div_ceil(2) {
+                let to = to_values.cast::<u32>().add(pair * width_v);
+                let even = of_values[2 * pair];
+                if 2 * pair + 1 < count {
+                    let odd = of_values[2 * pair + 1];
+                    for at in 0..v_pages.size {
+                        to.add(at).write(u32::from(*even.add(at)) | u32::from(*odd.add(at)) << 16);
+                    }
+                } else {
+                    // The key that is not there has weight zero, and must not be what was there before.
+                    for at in 0..v_pages.size {
+                        to.add(at).write(u32::from(*even.add(at)));
+                    }
+                }
+                // What is beyond a row of V is computed, and dropped.
+                to.add(v_pages.size).write_bytes(0, width_v - v_pages.size);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn weights<S: Simd>(scores: *mut f32, rows: usize, count: usize, staging: *mut f32) -> *const u16 {
+        let to = staging.cast::<u16>();
+        // SAFETY: as promised by the caller. Weights are zero up to a whole vector.
+        unsafe {
+            for row in 0..rows {
+                for at in (row * KEYS..row * KEYS + count).step_by(S::LANES) {
+                    S::store_bf16(to.add(at), S::load(scores.add(at)));
+                }
+            }
+        }
+        to
     }
 }

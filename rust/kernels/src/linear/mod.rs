@@ -18,6 +18,7 @@ pub use self::joined::{Joined, MOST_LAYERS};
 use self::vectors::MakeReady;
 use crate::attention::Invalid;
 use crate::element::{Dtype, Element};
+use crate::factors::{Lanes, Pairs};
 use crate::isa::Isa;
 use crate::memory::Memory;
 use crate::numbers::Numbers;
@@ -466,8 +467,8 @@ impl<E: Element> Kernel for RunPanels<'_, E> {
             match call.linear.way {
                 #[cfg(target_arch = "x86_64")]
                 Way::Tiles => call.tiles::<S>(panels, scratch),
-                Way::Pairs => call.vectors::<S, vectors::Pairs>(panels, scratch),
-                _ => call.vectors::<S, vectors::Lanes<E>>(panels, scratch),
+                Way::Pairs => call.vectors::<S, Pairs>(panels, scratch),
+                _ => call.vectors::<S, Lanes<E>>(panels, scratch),
             }
         }
     }

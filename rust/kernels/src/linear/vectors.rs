@@ -4,7 +4,8 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::{Matrix, Product, Scratch, Written, even_parts};
-use crate::element::{Dtype, Element};
+use crate::element::Element;
+use crate::factors::Factors;
 use crate::isa::Isa;
 use crate::simd::{self, Kernel, Simd};
 
@@ -64,87 +65,6 @@ const fn panel_vectors<S: Simd>() -> usize {
 #[inline(always)]
 const fn row_count<S: Simd>() -> usize {
     if S::WIDE_FILE { 8 } else { 6 }
-}
-
-/// How an element of the input and a vector of the weight are multiplied.
-///
-/// # Safety
-/// All methods: the machine must have the instructions of `S`, and pointers be valid for what is read.
-pub(super) trait Factors {
-    /// Of the input.
-    type Given: Copy;
-    /// Of the packed weight.
-    type Stored: Copy;
-    /// Elements of each that are multiplied at once.
-    const DEPTH: usize;
-    /// As these, of a panel that was [unpacked](Self::unpack).
-    type Unpacked: Factors<Given = Self::Given>;
-    /// Whether a panel that meets many rows is unpacked before.
-    const UNPACKS: bool = false;
-
-    unsafe fn load<S: Simd>(from: *const Self::Stored) -> S::V;
-    unsafe fn multiply<S: Simd>(sum: S::V, given: *const Self::Given, stored: S::V) -> S::V;
-
-    /// Unpacks so many elements, a multiple of the lanes, to where [`Self::Unpacked`] reads them.
-    #[inline(always)]
-    unsafe fn unpack<S: Simd>(from: *const Self::Stored, count: usize, to: *mut f32) {
-        let _ = (from, count, to);
-    }
-}
-
-/// Dot products of pairs.
-pub(super) struct Pairs;
-
-impl Factors for Pairs {
-    type Given = u16;
-    type Stored = u16;
-    const DEPTH: usize = 2;
-    type Unpacked = Self;
-
-    #[inline(always)]
-    unsafe fn load<S: Simd>(from: *const u16) -> S::V {
-        // SAFETY: as promised by the caller: twice as many halves as lanes.
-        unsafe { S::load(from.cast()) }
-    }
-
-    #[inline(always)]
-    unsafe fn multiply<S: Simd>(sum: S::V, given: *const u16, stored: S::V) -> S::V {
-        // SAFETY: as promised by the caller.
-        unsafe { S::dot_bf16_pair(sum, given.cast::<u32>().read_unaligned(), stored) }
-    }
-}
-
-/// Products in fp32, of weights held as `E`.
-pub(super) struct Lanes<E>(PhantomData<E>);
-
-impl<E: Element> Factors for Lanes<E> {
-    type Given = f32;
-    type Stored = E;
-    const DEPTH: usize = 1;
-    type Unpacked = Lanes<f32>;
-    const UNPACKS: bool = !matches!(E::DTYPE, Dtype::F32);
-
-    #[inline(always)]
-    unsafe fn load<S: Simd>(from: *const E) -> S::V {
-        // SAFETY: as promised by the caller.
-        unsafe { E::load::<S>(from) }
-    }
-
-    #[inline(always)]
-    unsafe fn multiply<S: Simd>(sum: S::V, given: *const f32, stored: S::V) -> S::V {
-        // SAFETY: as promised by the caller.
-        unsafe { S::mul_add(S::splat(*given), stored, sum) }
-    }
-
-    #[inline(always)]
-    unsafe fn unpack<S: Simd>(from: *const E, count: usize, to: *mut f32) {
-        // SAFETY: as promised by the caller.
-        unsafe {
-            for at in (0..count).step_by(S::LANES) {
-                S::store(to.add(at), E::load::<S>(from.add(at)));
-            }
-        }
-    }
 }
 
 /// Rows of the input as a kernel reads them.
