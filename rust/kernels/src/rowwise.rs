@@ -142,6 +142,8 @@ pub struct Program {
     /// Where each register begins in a thread's memory.
     starts: Vec<usize>,
     room: usize,
+    /// Elements that each register is read and written by: whole vectors go beyond others.
+    granules: Vec<usize>,
     isa: Isa,
 }
 
@@ -170,13 +172,36 @@ impl Program {
         for &output in &outputs {
             read(&sizes, output)?;
         }
+        let mut granules = vec![0; sizes.len()];
+        let mut used = |place: Place, by: usize| {
+            let granule: &mut usize = &mut granules[place.register];
+            *granule = greatest_common_divisor(*granule, by);
+        };
+        inputs.iter().chain(&outputs).for_each(|&place| used(place, place.length));
+        for instruction in &instructions {
+            let mut operand = |operand: Operand| {
+                if let Operand::Place(place) = operand {
+                    used(place, place.length);
+                }
+            };
+            match &instruction.step {
+                &Step::Binary(_, a, b) => [a, b].into_iter().for_each(operand),
+                &Step::Unary(_, a) => operand(a),
+                &Step::Mean(from) => used(from, from.length),
+                // Parts begin and end anywhere.
+                &Step::Slice(from, _) => used(from, 1),
+                Step::Cat(parts) => parts.iter().for_each(|&part| used(part, 1)),
+            }
+            let copies = matches!(instruction.step, Step::Slice(..) | Step::Cat(_));
+            used(instruction.to, if copies { 1 } else { instruction.to.length });
+        }
         let (mut starts, mut room) = (Vec::with_capacity(sizes.len()), 0);
         for size in sizes {
             starts.push(room);
             // Whole vectors are written.
             room += size.next_multiple_of(MAX_LANES) + MAX_LANES;
         }
-        Ok(Self { inputs, instructions, outputs, starts, room, isa })
+        Ok(Self { inputs, instructions, outputs, starts, room, granules, isa })
     }
 
     /// The inputs.
@@ -234,6 +259,7 @@ impl Program {
             outputs: self.outputs.iter().copied().map(narrow).collect(),
             // Registers stay where they are, with room to spare.
             starts: self.starts.clone(),
+            granules: vec![columns; self.granules.len()],
             ..*self
         }
     }
@@ -244,14 +270,22 @@ impl Program {
     /// As of [`Self::run`], with as many tensors as the program has inputs and outputs.
     pub(crate) unsafe fn run_here(&self, inputs: &[Rows], outputs: &[Rows], rows: std::ops::Range<usize>) {
         thread_local! {
-            static SCRATCH: std::cell::RefCell<Numbers> = std::cell::RefCell::default();
+            static SCRATCH: std::cell::RefCell<(Numbers, Vec<*mut f32>)> = std::cell::RefCell::default();
         }
         let tensors = Tensors { inputs, outputs };
-        SCRATCH.with_borrow_mut(|scratch| {
-            let memory = scratch.room(self.room);
+        SCRATCH.with_borrow_mut(|(memory, places)| {
+            let memory = memory.room(self.room);
             // SAFETY: the machine has the instructions; the tensors are as promised by the caller.
-            unsafe { simd::run(self.isa, RunRows { program: self, tensors, rows, memory }) };
+            unsafe { simd::run(self.isa, RunRows { program: self, tensors, rows, memory, places }) };
         });
+    }
+
+    /// Whether a row of a tensor can be a register as it is: fp32, whole vectors, and nothing between its groups.
+    #[inline(always)]
+    fn is_register<S: Simd>(&self, place: Place, rows: &Rows) -> bool {
+        self.granules[place.register].is_multiple_of(S::LANES)
+            && rows.dtype == Dtype::F32
+            && (place.groups == 1 || rows.group_stride == place.length)
     }
 
     /// Computes so many rows.
@@ -289,6 +323,13 @@ impl Program {
         });
         Ok(())
     }
+}
+
+const fn greatest_common_divisor(mut a: usize, mut b: usize) -> usize {
+    while b > 0 {
+        (a, b) = (b, a % b);
+    }
+    a
 }
 
 /// Marks the next register as written.
@@ -389,25 +430,40 @@ struct RunRows<'a> {
     tensors: Tensors<'a>,
     rows: std::ops::Range<usize>,
     memory: *mut f32,
+    /// Where the registers are.
+    places: &'a mut Vec<*mut f32>,
 }
 
 impl Kernel for RunRows<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let Self { program, tensors, rows, memory } = self;
+        let Self { program, tensors, rows, memory, places } = self;
         // SAFETY: registers are within the memory, rows within the tensors.
         unsafe {
-            let register = |place: Place| memory.add(program.starts[place.register]);
+            places.clear();
+            places.extend(program.starts.iter().map(|&start| memory.add(start)));
             for row in rows.clone() {
                 for (&place, input) in program.inputs.iter().zip(tensors.inputs) {
-                    if row == rows.start || input.row_stride > 0 {
-                        match input.dtype {
-                            Dtype::F32 => load_row::<S, f32>(input, row, place, register(place)),
-                            Dtype::Bf16 => load_row::<S, bf16>(input, row, place, register(place)),
-                            Dtype::F16 => load_row::<S, f16>(input, row, place, register(place)),
-                        }
+                    if row > rows.start && input.row_stride == 0 {
+                        continue;
+                    }
+                    if program.is_register::<S>(place, input) {
+                        places[place.register] = input.data.cast::<f32>().add(row * input.row_stride);
+                        continue;
+                    }
+                    let to = places[place.register];
+                    match input.dtype {
+                        Dtype::F32 => load_row::<S, f32>(input, row, place, to),
+                        Dtype::Bf16 => load_row::<S, bf16>(input, row, place, to),
+                        Dtype::F16 => load_row::<S, f16>(input, row, place, to),
                     }
                 }
+                for (&place, output) in program.outputs.iter().zip(tensors.outputs) {
+                    if place.register >= program.inputs.len() && program.is_register::<S>(place, output) {
+                        places[place.register] = output.data.cast::<f32>().add(row * output.row_stride);
+                    }
+                }
+                let register = |place: Place| places[place.register];
                 for instruction in &program.instructions {
                     match instruction.dtype {
                         Dtype::F32 => step::<S, f32>(instruction, &register),
@@ -416,10 +472,14 @@ impl Kernel for RunRows<'_> {
                     }
                 }
                 for (&place, output) in program.outputs.iter().zip(tensors.outputs) {
+                    let from = register(place);
+                    if from.cast() == output.data.wrapping_add(row * output.row_stride * size_of::<f32>()) {
+                        continue;
+                    }
                     match output.dtype {
-                        Dtype::F32 => store_row::<S, f32>(output, row, place, register(place)),
-                        Dtype::Bf16 => store_row::<S, bf16>(output, row, place, register(place)),
-                        Dtype::F16 => store_row::<S, f16>(output, row, place, register(place)),
+                        Dtype::F32 => store_row::<S, f32>(output, row, place, from),
+                        Dtype::Bf16 => store_row::<S, bf16>(output, row, place, from),
+                        Dtype::F16 => store_row::<S, f16>(output, row, place, from),
                     }
                 }
             }

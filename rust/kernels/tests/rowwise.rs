@@ -320,6 +320,42 @@ fn check(story: &Story, isa: Isa, team: Team) {
     }
 }
 
+#[test]
+fn registers_that_are_tensors_are_not_left_by_short_groups() {
+    let place = |register, groups, length| Place { register, groups, length };
+    let step = |step, to| Instruction { step, to, dtype: Dtype::F32 };
+    let negative = Step::Unary(Unary::Neg, Operand::Place(place(0, 16, 4)));
+    let doubled = Step::Binary(Binary::Add, Operand::Place(place(1, 1, 64)), Operand::Place(place(1, 1, 64)));
+    let squared = Step::Unary(Unary::Square, Operand::Place(place(2, 1, 64)));
+    for isa in Isa::available() {
+        let instructions = vec![
+            step(negative.clone(), place(1, 16, 4)),
+            step(doubled.clone(), place(2, 1, 64)),
+            step(squared.clone(), place(3, 1, 64)),
+        ];
+        let outputs = vec![place(1, 1, 64), place(2, 1, 64), place(3, 1, 64)];
+        let program = Program::new(vec![place(0, 1, 64)], instructions, outputs, isa).expect("a program");
+        let rows = 5;
+        let mut tensors: Vec<Tensor> = (0..4).map(|_| Tensor::new(rows * 64, Dtype::F32, true)).collect();
+        for index in 0..rows * 64 {
+            tensors[0].set(index, index as f32);
+        }
+        let of = |tensor: &Tensor| Rows {
+            data: tensor.memory.data(),
+            dtype: Dtype::F32,
+            row_stride: 64,
+            group_stride: 64,
+        };
+        let given: Vec<Rows> = tensors.iter().map(of).collect();
+        // SAFETY: the tensors are there, and nobody else touches them.
+        unsafe { program.run(&given[..1], &given[1..], rows, Team::Serial, 1).expect("it fits") };
+        for index in 0..rows * 64 {
+            let x = index as f64;
+            assert_eq!([1, 2, 3].map(|n: usize| tensors[n].get(index)), [-x, -2.0 * x, 4.0 * x * x], "{isa}");
+        }
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(200)))]
 
