@@ -144,3 +144,22 @@ def test_a_program_refuses_what_does_not_fit(
 def test_a_program_that_is_none_is_refused(instruction: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _native.RowProgram([(1, 8, 0)], [instruction], [], 1)
+
+
+@pytest.mark.parametrize(
+    ("of", "out", "error", "message"),
+    [
+        (torch.ones(2, 3), torch.zeros(3, dtype=torch.int64), ValueError, r"\[2, 3\] for 3 results"),
+        (torch.ones(2, 0), torch.zeros(2, dtype=torch.int64), ValueError, r"\[2, 0\] for 2 results"),
+        (torch.ones(2, 3).double(), torch.zeros(2, dtype=torch.int64), TypeError, "of: float32, bfloat16 or float16"),
+        (torch.ones(2, 3), torch.zeros(2, dtype=torch.int32), TypeError, "out: int64 is expected"),
+        (torch.ones(2, 3), torch.zeros(4, dtype=torch.int64)[::2], ValueError, "out is not contiguous"),
+        (torch.ones(3, 2).T, torch.zeros(2, dtype=torch.int64), ValueError, "last dimension of of has stride 2"),
+    ],
+)
+def test_the_largest_refuses_what_does_not_fit(
+    of: torch.Tensor, out: torch.Tensor, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        _native.largest(to_dlpack(of), to_dlpack(out), 2)
+    assert not out.any()

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel, TemperatureLogitsWar
 
 import chairlift
 from chairlift.engine.inputs import SamplingTable
-from chairlift.sampling.draw import choose, gumbel, scratch_bytes, warp
+from chairlift.sampling.draw import choose, gumbel, largest, scratch_bytes, warp
 from chairlift.watch import ForwardWatch
 
 
@@ -44,6 +44,26 @@ def test_warping_is_that_of_generate(seed: int, temperature: float, top_k: int, 
     assert (kept != expected_kept).sum(dim=1).max() <= (1 if top_p < 1 else 0)
     both = kept & expected_kept
     assert torch.allclose(warped[both], expected[both])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    rows=st.integers(1, 70),
+    columns=st.sampled_from([1, 5, 500, 3001]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    odd=st.sampled_from([None, float("nan"), float("inf"), -float("inf")]),
+    transposed=st.booleans(),
+)
+def test_the_largest_is_that_of_torch(
+    seed: int, rows: int, columns: int, dtype: torch.dtype, odd: float | None, transposed: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, columns, generator=generator).to(dtype)
+    if odd is not None:
+        logits[torch.rand(rows, columns, generator=generator) < 0.01] = odd
+    logits = logits.T.contiguous().T if transposed else logits
+    assert largest(logits).tolist() == logits.max(dim=-1).indices.tolist()
 
 
 def test_draws_have_the_probabilities_of_the_softmax() -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "default_match_unit",
     "digests",
     "instruction_sets",
+    "largest",
     "split_into_groups",
 ]
 
@@ -73,6 +74,23 @@ def instruction_sets() -> list[str]:
     """The instruction sets that the CPU kernels are compiled for and this machine has, the best first: of `amx_bf16`,
     `avx512_bf16`, `avx512`, `avx2`, `neon` and `plain`. Where dot products of bf16 pairs are slower than products in
     fp32, as on some processors of Intel, `avx512` comes before `avx512_bf16`; that is measured, once a process."""
+
+def largest(of: Any, out: Any, num_threads: int, isa: str | None = None) -> None:
+    """The column of each row's largest element, on the CPU: the first of equals, and the first NaN before all numbers,
+    as of `torch.Tensor.max`. Releases the GIL.
+
+    Tensors come as DLPack capsules, as for `PagedAttention`.
+
+    Args:
+        of: [..., columns] float32, bfloat16 or float16, its last dimension contiguous, its rows at equal distances.
+        out: [rows] int64, contiguous; written; overlaps nothing.
+        num_threads: Threads to compute with, the caller's among them.
+        isa: One of `instruction_sets()`; None: the best.
+
+    Raises:
+        ValueError: What does not fit together, or instructions that are not to be had.
+        TypeError: What is no such tensor.
+    """
 
 @final
 class PackedLinear:

@@ -38,6 +38,7 @@ pub(crate) trait Element: Copy + Send + Sync + 'static {
     /// The first `count` lanes, zeros in the others.
     unsafe fn load_part<S: Simd>(from: *const Self, count: usize) -> S::V;
     fn from_f32(value: f32) -> Self;
+    fn to_f32(self) -> f32;
 
     /// Rounded to the nearest that there is.
     unsafe fn rounded<S: Simd>(value: S::V) -> S::V;
@@ -91,6 +92,11 @@ impl Element for f32 {
     fn from_f32(value: f32) -> Self {
         value
     }
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
 }
 
 impl Element for bf16 {
@@ -124,6 +130,11 @@ impl Element for bf16 {
     fn from_f32(value: f32) -> Self {
         Self::from_f32(value)
     }
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        Self::to_f32(self)
+    }
 }
 
 impl Element for f16 {
@@ -156,5 +167,10 @@ impl Element for f16 {
     #[inline(always)]
     fn from_f32(value: f32) -> Self {
         Self::from_f32(value)
+    }
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        Self::to_f32(self)
     }
 }

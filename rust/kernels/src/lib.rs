@@ -10,6 +10,7 @@ pub mod attention;
 pub mod element;
 mod factors;
 pub mod isa;
+pub mod largest;
 pub mod linear;
 mod math;
 mod memory;

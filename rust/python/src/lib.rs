@@ -30,7 +30,7 @@ mod _native {
     use crate::geometry::{default_match_unit, split_into_groups};
 
     #[pymodule_export]
-    use crate::linear::{JoinedLinears, PackedLinear};
+    use crate::linear::{JoinedLinears, PackedLinear, largest};
 
     #[pymodule_export]
     use crate::rowwise::RowProgram;

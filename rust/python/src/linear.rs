@@ -143,6 +143,29 @@ impl JoinedLinears {
     }
 }
 
+/// The column of each row's largest element; see `_native.pyi`.
+#[pyfunction]
+#[pyo3(signature = (of, out, num_threads, isa=None))]
+pub fn largest(
+    py: Python<'_>,
+    of: Tensor<'_>,
+    out: Tensor<'_>,
+    num_threads: usize,
+    isa: Option<&str>,
+) -> PyResult<()> {
+    let (isa, team) = (isa_of(isa)?, team_of(None)?);
+    let dtype = of.dtype("of")?;
+    let matrix = Shared(matrix(&of, "of")?);
+    // SAFETY: held by this function; the caller promises that nobody else touches it; see `_native.pyi`.
+    let (_, out) = unsafe { out.as_i64_mut::<1>("out") }?;
+    py.detach(|| {
+        let Shared(matrix) = &matrix;
+        // SAFETY: as for `out`.
+        unsafe { chairlift_kernels::largest::largest(matrix, dtype, out, isa, team, num_threads.max(1)) }
+    })
+    .map_err(to_python)
+}
+
 /// Matrices that another thread may read and write, as their tensors' owner waits.
 struct Shared<T>(T);
 // SAFETY: their pointers are to memory that this module's functions hold for as long as they wait.

@@ -160,6 +160,24 @@ impl Tensor<'_> {
         Ok((shape, unsafe { self.elements(shape) }))
     }
 
+    /// A contiguous tensor of int64 as a slice to write.
+    ///
+    /// # Safety
+    /// Nobody else may touch it meanwhile.
+    #[expect(clippy::mut_from_ref, reason = "the tensor's memory is not this value's; see the promise above")]
+    pub unsafe fn as_i64_mut<const N: usize>(&self, name: &str) -> PyResult<([usize; N], &mut [i64])> {
+        if (self.raw().code, self.raw().bits) != (INT, 64) {
+            return Err(PyTypeError::new_err(format!("{name}: int64 is expected")));
+        }
+        let shape = self.contiguous::<N>(name)?;
+        let count = shape.iter().product();
+        if count == 0 {
+            return Ok((shape, &mut []));
+        }
+        // SAFETY: contiguous, of that type and size; alive as long as `self`; the caller keeps others away.
+        Ok((shape, unsafe { slice::from_raw_parts_mut(self.data().cast(), count) }))
+    }
+
     fn contiguous<const N: usize>(&self, name: &str) -> PyResult<[usize; N]> {
         let (shape, strides) = self.layout::<N>(name)?;
         let mut expected = 1;
