@@ -10,6 +10,7 @@ import torch
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from chairlift import _native
+from chairlift.attention.native import DTYPES
 from chairlift.engine.inputs import SamplingTable
 
 # Odd 64-bit constants of the MurmurHash3 finaliser and of SplitMix64, as signed numbers.
@@ -75,7 +76,7 @@ def _choose(
 
 def largest(logits: torch.Tensor) -> torch.Tensor:
     """[rows] int64: the first of each row's largest logits."""
-    is_read = logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and logits.stride(-1) == 1
+    is_read = logits.dtype in DTYPES and logits.stride(-1) == 1
     if logits.device.type != "cpu" or not is_read:
         # On a CPU several times as fast as `argmax`, which gives the same.
         return logits.max(dim=-1).indices
