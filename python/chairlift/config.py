@@ -38,8 +38,8 @@ class ContinuousBatchingConfig:
             `max_batch_tokens`.
         max_blocks_per_request: Bound on a block table for the decode fast path of flash backends. None or 0 here.
         allow_block_sharing: Prompts that begin alike share K and V of what they have in common (the prefix cache).
-        match_unit: Tokens of an entry of the prefix cache, a divisor of `page_size`: prompts share whole entries. None:
-            the largest divisor that is at most 32. 0: no prefix cache.
+        match_unit: Tokens of an entry of the prefix cache, a divisor of `page_size`: prompts share what they have in
+            common once that is an entry. None: the largest divisor that is at most 32. 0: no prefix cache.
         fairness: Who is next among those that wait: None, whoever came first; `tenant`, the tenant that was served
             least by its weight (prompt tokens count once, generated ones twice).
         tenant_weights: Weights of tenants, 0.001 to 1000, with `fairness="tenant"`; the others weigh 1.

@@ -67,5 +67,6 @@ pub use inbox::Inbox;
 pub use outbox::{Event, News, Outbox, Output, Waited};
 pub use plan::MAX_STEPS_WITHOUT_DECODES;
 pub use pool::{BlockCounts, BlockPool, BlockState, NUM_TRASH_BLOCKS, Tickets};
+pub use prefix::CONTINUATIONS;
 pub use queue::MAX_PASSED_OVER;
 pub use sequence::{Finish, Phase, Request, Sampling};

@@ -16,6 +16,10 @@ use crate::ids::BlockId;
 
 const NONE: u32 = u32::MAX;
 
+/// Continuations of a text that are looked at for one that goes on alike for some tokens, the newest first: to look must
+/// not take longer the more there are.
+pub const CONTINUATIONS: usize = 8;
+
 /// A node, as long as something holds it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NodeId(u32);
@@ -29,6 +33,15 @@ struct Node {
     depth: u32,
     /// Children, blocks that it names, and sequences that stand at it. Without any it goes.
     refs: u32,
+    /// The child that was made last, and among the children of its own parent those made right before and after it.
+    newest_child: u32,
+    older: u32,
+    newer: u32,
+}
+
+impl Node {
+    const VACANT: Self =
+        Self { key: 0, parent: NONE, depth: 0, refs: 0, newest_child: NONE, older: NONE, newer: NONE };
 }
 
 /// What a key leads to.
@@ -88,8 +101,9 @@ pub(crate) struct PrefixIndex {
     by_key: ByKey<u32>,
     /// By block, the deepest node that names it.
     tips: Vec<u32>,
-    /// Nodes of the text that was looked up last.
+    /// Nodes of the text that was looked up last, and the one of whose unit it has a part.
     path: Vec<u32>,
+    part: Option<NodeId>,
     /// Per group, the first page of the unbroken stretch of pages up to the one that is looked at.
     unbroken_from: Vec<u32>,
 }
@@ -113,6 +127,7 @@ impl PrefixIndex {
             by_key: ByKey::with_capacity_and_hasher(nodes, BuildHasherDefault::default()),
             tips: vec![NONE; capacity as usize],
             path: Vec::new(),
+            part: None,
             unbroken_from: vec![0; config.groups.len()],
         }
     }
@@ -151,23 +166,28 @@ impl PrefixIndex {
     pub fn insert(&mut self, parent: Option<NodeId>, root: Key, key: Key, tokens: &[i32]) -> NodeId {
         let at = self.vacant.pop().unwrap_or_else(|| {
             let at = self.nodes.len() as u32;
-            self.nodes.push(Node { key: 0, parent: NONE, depth: 0, refs: 0 });
+            self.nodes.push(Node::VACANT);
             self.tokens.resize(self.tokens.len() + self.match_unit, 0);
             self.blocks.resize(self.blocks.len() + self.num_groups(), NONE);
             at
         });
-        let (above, depth) = match parent {
+        let mut node = Node { key, ..Node::VACANT };
+        match parent {
             Some(parent) => {
-                let node = &mut self.nodes[parent.0 as usize];
-                node.refs += 1;
-                (parent.0, node.depth + 1)
+                let above = &mut self.nodes[parent.0 as usize];
+                above.refs += 1;
+                node.parent = parent.0;
+                node.depth = above.depth + 1;
+                node.older = std::mem::replace(&mut above.newest_child, at);
+                if let Some(older) = self.nodes.get_mut(node.older as usize) {
+                    older.newer = at;
+                }
             }
             None => {
                 self.roots.insert(at, root);
-                (NONE, 0)
             }
-        };
-        self.nodes[at as usize] = Node { key, parent: above, depth, refs: 0 };
+        }
+        self.nodes[at as usize] = node;
         let place = at as usize * self.match_unit;
         self.tokens[place..place + self.match_unit].copy_from_slice(tokens);
         let vacant = self.by_key.insert(key, at);
@@ -192,10 +212,18 @@ impl PrefixIndex {
             if node.refs > 0 {
                 return;
             }
-            let Node { key, parent, .. } = *node;
+            let Node { key, parent, older, newer, .. } = *node;
             self.by_key.remove(&key);
             if parent == NONE {
                 self.roots.remove(&at);
+            } else {
+                if let Some(older) = self.nodes.get_mut(older as usize) {
+                    older.newer = newer;
+                }
+                match self.nodes.get_mut(newer as usize) {
+                    Some(newer) => newer.older = older,
+                    None => self.nodes[parent as usize].newest_child = older,
+                }
             }
             self.vacant.push(at);
             at = parent;
@@ -285,17 +313,18 @@ impl PrefixIndex {
         self.blocks.clear();
         self.roots.clear();
         self.by_key.clear();
-        self.path.clear();
+        self.look_up_nothing();
         self.tips.fill(NONE);
     }
 
     /// How much of a text is in the cache, given the keys of its units, and how much that ends with a page; at least one
-    /// token is left to compute. The nodes they were found by are kept for [`PrefixIndex::block_of_hit`].
+    /// token is left to compute. Behind whole units that match, a part of one counts too. The nodes they were found by are
+    /// kept for [`PrefixIndex::block_of_hit`].
     pub fn longest_hits(&mut self, root: Key, keys: &[Key], text: &[i32]) -> [Hit; 2] {
         let (match_unit, page_size) = (self.match_unit as u32, self.page_size);
         let most = text.len() as u32 - 1;
         let (mut hit, mut whole_pages) = (Hit::default(), Hit::default());
-        self.path.clear();
+        self.look_up_nothing();
         self.unbroken_from.fill(0);
         let units = text.chunks_exact(self.match_unit.max(1));
         for ((unit, tokens), &key) in (0..).zip(units).zip(keys) {
@@ -318,7 +347,37 @@ impl PrefixIndex {
                 }
             }
         }
+        if let Some((node, tokens)) = self.longest_part(text, most)
+            && tokens > hit.tokens
+        {
+            hit = Hit { tokens, units: self.path.len() as u32 + 1 };
+            self.part = Some(node);
+        }
         [hit, whole_pages]
+    }
+
+    /// Of the continuations of the text that was looked up last, the one that goes on like `text` for the most tokens, if
+    /// any does, and how many tokens match in all, at most `most`.
+    fn longest_part(&self, text: &[i32], most: u32) -> Option<(NodeId, u32)> {
+        let parent = *self.path.last()?;
+        let whole = self.path.len() * self.match_unit;
+        let rest = &text[whole..(most as usize).max(whole)];
+        let mut longest = None;
+        let mut at = self.nodes[parent as usize].newest_child;
+        for _ in 0..CONTINUATIONS {
+            if at == NONE {
+                break;
+            }
+            let tokens = &self.tokens[at as usize * self.match_unit..][..self.match_unit];
+            let alike = tokens.iter().zip(rest).take_while(|(one, other)| one == other).count();
+            let end = (whole + alike) as u32;
+            if alike > 0 && longest.is_none_or(|(_, longest)| end > longest) && self.is_there(NodeId(at), end)
+            {
+                longest = Some((NodeId(at), end));
+            }
+            at = self.nodes[at as usize].older;
+        }
+        longest
     }
 
     /// Whether all that a query at position `tokens` sees is in blocks, along the path that ends with `node`. Of the page
@@ -354,11 +413,15 @@ impl PrefixIndex {
     /// As if a text had been looked up of which nothing is known.
     pub fn look_up_nothing(&mut self) {
         self.path.clear();
+        self.part = None;
     }
 
-    /// The node of the `unit`-th unit of the text that was looked up last.
+    /// The node of the `unit`-th unit of the text that was looked up last, of which the last may match in part.
     pub fn node_of_last_hit(&self, unit: u32) -> NodeId {
-        NodeId(self.path[unit as usize])
+        match (self.path.get(unit as usize), self.part) {
+            (None, Some(part)) => part,
+            _ => NodeId(self.path[unit as usize]),
+        }
     }
 
     /// Proves that nodes and blocks agree both ways, given the nodes that sequences hold.
@@ -370,8 +433,18 @@ impl PrefixIndex {
             refs[node.0 as usize] += 1;
         }
         let mut named = vec![(0_u32, NONE, NONE); self.tips.len()];
+        let mut listed = 0;
         for &at in self.by_key.values() {
             let node = &self.nodes[at as usize];
+            let (mut child, mut newer) = (node.newest_child, NONE);
+            while child != NONE {
+                let of_child = &self.nodes[child as usize];
+                if of_child.parent != at || of_child.newer != newer {
+                    return corrupt(format!("node {child} stands in the list of children of {at}"));
+                }
+                listed += 1;
+                (child, newer) = (of_child.older, child);
+            }
             if node.parent != NONE {
                 refs[node.parent as usize] += 1;
                 if self.nodes[node.parent as usize].depth + 1 != node.depth {
@@ -403,6 +476,9 @@ impl PrefixIndex {
                     refs[at as usize]
                 ));
             }
+        }
+        if listed + self.roots.len() != self.by_key.len() {
+            return corrupt(format!("{listed} nodes are in lists of children, but not all"));
         }
         if self.by_key.len() + self.vacant.len() != self.nodes.len() {
             return corrupt("nodes in use and vacant ones are not all nodes".into());

@@ -354,3 +354,32 @@ fn what_comes_back_from_the_host_is_not_completed_with_k_and_v_of_other_weights(
         assert_eq!(driver.ends().len(), 4);
     }
 }
+
+#[test]
+fn behind_whole_units_the_continuation_that_goes_on_alike_the_longest_is_shared() {
+    // Page 8, unit 4: a unit that two texts have in common, then tokens of their own, and a third that goes on like the
+    // first for three of them and like the second for one.
+    let mut driver = Driver::new(EngineConfig { match_unit: 4, ..config(8, 32, 64) });
+    let system = [1, 2, 3, 4];
+    for own in [[5, 6, 7, 8], [5, 9, 9, 9]] {
+        assert!(cached(&mut driver, [&system[..], &own, &[10, 11]].concat()) <= 5);
+    }
+    let third = [&system[..], &[5, 6, 7, 20, 21, 22]].concat();
+    assert_eq!(cached(&mut driver, third), 7);
+    // Nothing is shared that does not begin with a whole unit, and a part is no text of its own.
+    assert_eq!(cached(&mut driver, vec![1, 2, 3, 20, 21]), 0);
+    assert_eq!(cached(&mut driver, [&system[..], &[5, 6, 20, 20, 20]].concat()), 6);
+}
+
+#[test]
+fn of_many_continuations_only_the_newest_are_looked_at() {
+    let mut driver = Driver::new(EngineConfig { match_unit: 4, ..config(8, 64, 64) });
+    let text = |own: i32| vec![1, 2, 3, 4, own, own, own, own, 45];
+    for own in 10..10 + chairlift_core::CONTINUATIONS as i32 + 1 {
+        assert!(cached(&mut driver, text(own)) <= 4);
+    }
+    let like = |own: i32| vec![1, 2, 3, 4, own, own, 46, 46, 46];
+    // The first is one too old; the second is the oldest that counts. What asks is a continuation itself, afterwards.
+    assert_eq!(cached(&mut driver, like(11)), 6);
+    assert_eq!(cached(&mut driver, like(10)), 4);
+}

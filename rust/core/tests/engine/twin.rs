@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use chairlift_core::{EngineConfig, Eviction, Fairness, Finish, Policy, Reach};
+use chairlift_core::{CONTINUATIONS, EngineConfig, Eviction, Fairness, Finish, Policy, Reach};
 
 /// Steps in flight, by slot.
 type Steps = [bool; 2];
@@ -132,6 +132,9 @@ pub struct Naive {
     /// Blocks of the host that a step in flight writes, and nobody wants any more.
     busy_host: Vec<(usize, Steps)>,
     epoch: u64,
+    /// Texts in the order in which they came into the index.
+    entered: BTreeMap<Vec<i32>, usize>,
+    next_entry: usize,
     pub soft_resets: u64,
     pub swap_outs: u64,
     pub swap_ins: u64,
@@ -141,11 +144,11 @@ pub struct Naive {
     families: BTreeMap<u64, u64>,
 }
 
-/// A beginning of a text that is in the cache: so many tokens, in blocks that are known to hold so many.
-#[derive(Debug, Clone, Copy, Default)]
+/// A beginning of a text that is in the cache: so many tokens, in blocks that are known to hold that text.
+#[derive(Debug, Clone, Default)]
 struct NaiveHit {
     len: usize,
-    found_by: usize,
+    found_by: Vec<i32>,
 }
 
 /// What is left for a step.
@@ -164,6 +167,9 @@ impl Budget {
         takes
     }
 }
+
+/// What stands before the tokens in [`NaiveSeq::text`].
+const BEFORE_TEXT: usize = 2;
 
 fn first_seen(reach: Reach, position: usize) -> usize {
     match reach {
@@ -196,6 +202,8 @@ impl Naive {
             tenants: vec![],
             busy_host: vec![],
             epoch: 0,
+            entered: BTreeMap::new(),
+            next_entry: 0,
             soft_resets: 0,
             swap_outs: 0,
             swap_ins: 0,
@@ -427,8 +435,8 @@ impl Naive {
     }
 
     /// The block in which a page of the first `hit` tokens lies, if some later token sees any of it and it is known.
-    fn block_of_hit(&self, seq: &NaiveSeq, hit: NaiveHit, page: usize, group: usize) -> Option<usize> {
-        self.holder(group, &seq.text(hit.found_by.min((page + 1) * self.page())))
+    fn block_of_hit(&self, hit: &NaiveHit, page: usize, group: usize) -> Option<usize> {
+        self.holder(group, &hit.found_by[..hit.found_by.len().min(BEFORE_TEXT + (page + 1) * self.page())])
     }
 
     /// Whether a page of the first `hit` tokens is needed: some later token sees some of it, or is to be added to it.
@@ -441,10 +449,10 @@ impl Naive {
         (page * self.page()..end).any(|position| position >= first)
     }
 
-    fn is_there(&self, seq: &NaiveSeq, hit: NaiveHit) -> bool {
+    fn is_there(&self, hit: &NaiveHit) -> bool {
         (0..hit.len.div_ceil(self.page())).all(|page| {
             (0..self.groups()).all(|group| {
-                !self.sees(hit.len, page, group) || self.block_of_hit(seq, hit, page, group).is_some()
+                !self.sees(hit.len, page, group) || self.block_of_hit(hit, page, group).is_some()
             })
         })
     }
@@ -461,17 +469,41 @@ impl Naive {
         }
         // The last token is always computed.
         let ends = (1..=known).map(|units| units * self.unit());
-        let hits = ends.map(|found_by| NaiveHit { len: found_by.min(len - 1), found_by });
-        let mut there: Vec<NaiveHit> = hits.filter(|&hit| self.is_there(seq, hit)).collect();
+        let hits = ends.map(|end| NaiveHit { len: end.min(len - 1), found_by: seq.text(end) });
+        let mut there: Vec<NaiveHit> = hits.filter(|hit| self.is_there(hit)).collect();
         there.reverse();
         // Of equals the one that was found by less.
-        let longest = there.iter().copied().max_by_key(|hit| hit.len).unwrap_or_default();
+        let longest = there.iter().max_by_key(|hit| hit.len).cloned().unwrap_or_default();
+        let longest =
+            self.part_hit(seq, known * self.unit()).filter(|part| part.len > longest.len).unwrap_or(longest);
         if self.pages(longest.len) > self.table_changes() / 2 {
             return Default::default();
         }
         there.retain(|hit| hit.len.is_multiple_of(self.page()));
         let whole = there.into_iter().max_by_key(|hit| hit.len).unwrap_or_default();
         [longest, whole]
+    }
+
+    /// Of the texts that came last of those that go on behind so many tokens by one unit, the one that does so like `seq`
+    /// for the most tokens.
+    fn part_hit(&self, seq: &NaiveSeq, whole: usize) -> Option<NaiveHit> {
+        let before = seq.text(whole);
+        if whole == 0 {
+            return None;
+        }
+        let goes_on =
+            |text: &&Vec<i32>| text.len() == before.len() + self.unit() && text.starts_with(&before);
+        let mut others: Vec<&Vec<i32>> =
+            self.entered.keys().filter(goes_on).filter(|text| self.is_known(text)).collect();
+        others.sort_by_key(|text| self.entered[*text]);
+        let hits = others.into_iter().rev().take(CONTINUATIONS).map(|text| {
+            let pairs = text[before.len()..].iter().zip(&seq.tokens[whole..]);
+            let alike = pairs.take_while(|(one, other)| one == other).count();
+            NaiveHit { len: (whole + alike).min(seq.tokens.len() - 1), found_by: text.clone() }
+        });
+        // Of equals the one that came last.
+        let there: Vec<NaiveHit> = hits.filter(|hit| hit.len > whole && self.is_there(hit)).collect();
+        there.into_iter().rev().max_by_key(|hit| hit.len)
     }
 
     /// Whether an active sequence computes that text next.
@@ -504,13 +536,14 @@ impl Naive {
             for page in 0..hit.len.div_ceil(self.page()) {
                 for group in 0..self.groups() {
                     if self.sees(hit.len, page, group) {
-                        let block = self.block_of_hit(seq, hit, page, group).unwrap();
+                        let block = self.block_of_hit(&hit, page, group).unwrap();
                         blocks += usize::from(self.is_cached(block));
                         blocks -= usize::from((page + 1) * self.page() <= hit.len);
                     }
                 }
             }
-            (hit, hit.len, blocks)
+            let len = hit.len;
+            (hit, len, blocks)
         });
         Some(if best.2 > self.available() { smaller } else { best })
     }
@@ -520,7 +553,7 @@ impl Naive {
         for page in 0..hit.len.div_ceil(self.page()) {
             for group in 0..self.groups() {
                 let seen = self.sees(hit.len, page, group);
-                let block = seen.then(|| self.block_of_hit(&self.seqs[at], hit, page, group).unwrap());
+                let block = seen.then(|| self.block_of_hit(&hit, page, group).unwrap());
                 table.push(block);
             }
         }
@@ -550,8 +583,12 @@ impl Naive {
         while self.seqs[at].shares && self.seqs[at].computed >= (self.seqs[at].published + 1) * unit {
             let start = self.seqs[at].published * unit;
             let end = start + unit;
-            self.seqs[at].published += 1;
             let text = self.seqs[at].text(end);
+            if !self.is_known(&text) {
+                self.entered.insert(text.clone(), self.next_entry);
+                self.next_entry += 1;
+            }
+            self.seqs[at].published += 1;
             for group in 0..self.groups() {
                 let place = start / page_size * self.groups() + group;
                 let Some(own) = self.seqs[at].table[place] else { continue };
