@@ -104,9 +104,14 @@ class CacheTensors:
             (self.host, self.storage, moves.swap_ins),
             (self.storage, self.storage, moves.copies),
         ):
-            if pairs.numel():
-                come_from, go_to = pairs.unbind(1)
-                target[go_to.to(target.device)] = source[come_from.to(source.device)].to(target.device)
+            if source.is_cuda or target.is_cuda:
+                if pairs.numel():
+                    come_from, go_to = pairs.unbind(1)
+                    target[go_to.to(target.device)] = source[come_from.to(source.device)].to(target.device)
+            else:
+                # Block by block: to gather them first would write, and touch, as much memory again.
+                for come_from, go_to in pairs.tolist():
+                    target[go_to].copy_(source[come_from])
 
     def _views(self, call: Call) -> CallPages:
         group, offset = self.geometry.places[call.ordinal]
