@@ -48,8 +48,8 @@ fn stories() -> impl Strategy<Value = Story> {
         new: 1,
         shared_pages,
     });
-    let prefill = (prop_oneof![Just(0_usize), 0_usize..300], 1_usize..180)
-        .prop_map(|(context, new)| Sequence { context, new, shared_pages: 0 });
+    let prefill = (prop_oneof![Just(0_usize), 0_usize..300], 1_usize..180, 0_usize..40)
+        .prop_map(|(context, new, shared_pages)| Sequence { context, new, shared_pages });
     let reach = prop_oneof![
         2 => Just(Reach::Full),
         1 => (1_u32..150).prop_map(Reach::Window),
@@ -122,7 +122,7 @@ fn check(story: &Story, isa: Isa, team: Team) {
     for (index, sequence) in story.sequences.iter().enumerate() {
         let len = sequence.context + sequence.new;
         let mut table: Vec<usize> = Vec::new();
-        if index > 0 && sequence.new == 1 && story.sequences[index - 1].new == 1 {
+        if index > 0 {
             let whole = (story.sequences[index - 1].context / page_size).min(sequence.context / page_size);
             table.extend(&tables[index - 1][..whole.min(sequence.shared_pages)]);
         }

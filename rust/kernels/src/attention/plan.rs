@@ -1,8 +1,8 @@
 //! What a step's attention is cut into: once for all calls of a group.
 //!
-//! A *piece* is some of the step's tokens over a stretch of keys that they read from the same pages. Decodes whose
-//! tables begin with the same blocks have a piece together for each stretch of blocks that they share, so that those K
-//! and V are read once, and one alone for the rest. Where a token has more than one piece, each leaves a partial
+//! A *piece* is some of the step's tokens over a stretch of keys that they read from the same pages. Rows whose tables
+//! begin with the same blocks have pieces together for each stretch of blocks that they share, so that those K and V
+//! are read once, and pieces of their own for the rest. Where a token has more than one piece, each leaves a partial
 //! result (weighted sum of V, largest score, sum of weights), and these are merged by their log-sum-exp.
 //!
 //! Pieces are cut to like cost, counted in tokens of context, so that threads end together whatever the requests' lengths.
@@ -15,11 +15,11 @@ use chairlift_core::Reach;
 pub(crate) const KEYS: usize = 64;
 /// Query rows (tokens x heads of a group) that a tile aims at: enough that packing its keys costs little.
 const TILE_ROWS: usize = 192;
-/// Query rows of a piece that decodes share, at most: keys are packed again for the next ones, which costs little then.
+/// Query rows of a piece of several rows, at most: keys are packed again for the next ones, which costs little then.
 const SHARED_ROWS: usize = 4 * TILE_ROWS;
 /// Heads of a group up to which a single token's scores are dot products; above it a tile is worth packing.
 pub(crate) const MAX_DOT_HEADS: usize = 8;
-/// Reads of a token's K and V that a shared stretch must save to be worth a partial result for each of its rows.
+/// Reads of a token's K and V that a shared stretch must save to be worth a partial result for each of its tokens.
 const WORTH_SHARING: usize = 64;
 /// Tasks for each thread, so that the last ones to end are short.
 const TASKS_PER_THREAD: usize = 6;
@@ -109,7 +109,7 @@ pub(crate) struct Plan {
     order: Vec<usize>,
 }
 
-/// Decodes whose tables are alike up to some page.
+/// Rows whose tables are alike up to some page.
 #[derive(Clone, Debug)]
 struct Stretch {
     /// Which of the sorted rows.
@@ -142,17 +142,7 @@ impl Plan {
             );
         }
         let tokens_of = |rows: usize| (rows * heads.kv_heads / heads.heads).max(1);
-        self.share_decodes(rows.decodes, page_size, tokens_of(SHARED_ROWS));
-        let at_once = tokens_of(TILE_ROWS);
-        for (row, bounds) in rows.cu_seqlens.windows(2).enumerate().skip(rows.decodes) {
-            let mut tokens = bounds[0] as usize..bounds[1] as usize;
-            while !tokens.is_empty() {
-                let part = tokens.start..tokens.end.min(tokens.start + at_once);
-                tokens.start = part.end;
-                let keys = self.seen[part.start].start..self.seen[part.end - 1].end;
-                self.add_piece(part, keys, row);
-            }
-        }
+        self.make_pieces(rows, page_size, tokens_of(TILE_ROWS), tokens_of(SHARED_ROWS));
         self.cut_long_pieces(heads, threads);
         self.find_merges();
         self.share_out(heads);
@@ -175,13 +165,16 @@ impl Plan {
         self.pieces.push(Piece { tokens: start..self.tokens.len(), keys, row, partials: None });
     }
 
-    /// Makes the pieces of the decodes. The token of a decode has the number of its row.
-    fn share_decodes(&mut self, decodes: usize, page_size: usize, at_once: usize) {
+    /// Makes the pieces, of at most so many tokens: of one row, and of several.
+    fn make_pieces(&mut self, step: StepRows<'_>, page_size: usize, of_one: usize, of_several: usize) {
         let mut order = std::mem::take(&mut self.order);
         let mut stack = std::mem::take(&mut self.stack);
+        let tokens = |row: usize| step.cu_seqlens[row] as usize..step.cu_seqlens[row + 1] as usize;
         order.clear();
-        order.extend(0..decodes);
-        let first_page = |plan: &Self, row: usize| plan.seen[row].start / page_size;
+        order.extend((0..step.kv_lens.len()).filter(|&row| !tokens(row).is_empty()));
+        // What its first token sees: the others see all of that which stands behind its start.
+        let seen = |plan: &Self, row: usize| plan.seen[tokens(row).start].clone();
+        let first_page = |plan: &Self, row: usize| seen(plan, row).start / page_size;
         order.sort_by_key(|&row| first_page(self, row));
         let mut start = 0;
         for rows in order.chunk_by(|&a, &b| first_page(self, a) == first_page(self, b)) {
@@ -191,14 +184,12 @@ impl Plan {
         }
         while let Some(mut stretch) = stack.pop() {
             let rows = &mut order[stretch.rows.clone()];
-            let len = |row: usize| self.seen[row].end;
             if let [row] = *rows {
-                let keys = self.seen[row].start.max(stretch.from * page_size)..len(row);
-                self.add_piece([row], keys, row);
+                self.add_row(row, tokens(row), stretch.from * page_size, of_one);
                 continue;
             }
             // As far as all go together.
-            let full_pages = rows.iter().map(|&row| len(row) / page_size).min().unwrap_or(0);
+            let full_pages = rows.iter().map(|&row| seen(self, row).end / page_size).min().unwrap_or(0);
             let block = |row: usize, page: usize| self.blocks[row * self.pages + page];
             while stretch.page < full_pages
                 && rows.iter().all(|&row| block(row, stretch.page) == block(rows[0], stretch.page))
@@ -206,20 +197,15 @@ impl Plan {
                 stretch.page += 1;
             }
             if (stretch.page - stretch.from) * page_size * (rows.len() - 1) >= WORTH_SHARING {
-                let first = rows.iter().map(|&row| self.seen[row].start).min().unwrap_or(0);
+                let first = rows.iter().map(|&row| seen(self, row).start).min().unwrap_or(0);
                 let keys = first.max(stretch.from * page_size)..stretch.page * page_size;
-                // By what they see, as tokens of one sequence stand too.
-                rows.sort_unstable_by_key(|&row| self.seen[row].end);
-                for some in order[stretch.rows.clone()].chunks(at_once) {
-                    self.add_piece(some.iter().copied(), keys.clone(), some[0]);
-                }
+                self.add_shared(rows[0], rows.iter().flat_map(|&row| tokens(row)), keys, of_several);
                 stretch.from = stretch.page;
             }
             // From there on, those that go on with the same block stay together.
-            let rows = &mut order[stretch.rows.clone()];
-            let ends = |row: usize| self.seen[row].end <= stretch.page * page_size;
+            let ends = |row: usize| self.seen[tokens(row).end - 1].end <= stretch.page * page_size;
             let next = |row: usize| {
-                if self.seen[row].end < (stretch.page + 1) * page_size {
+                if seen(self, row).end < (stretch.page + 1) * page_size {
                     None
                 } else {
                     Some(self.blocks[row * self.pages + stretch.page])
@@ -237,6 +223,36 @@ impl Plan {
         }
         self.order = order;
         self.stack = stack;
+    }
+
+    /// Adds the pieces of a row over its keys from some position on.
+    fn add_row(&mut self, row: usize, mut tokens: Range<usize>, from: usize, at_once: usize) {
+        while !tokens.is_empty() {
+            let part = tokens.start..tokens.end.min(tokens.start + at_once);
+            tokens.start = part.end;
+            let keys = self.seen[part.start].start.max(from)..self.seen[part.end - 1].end;
+            self.add_piece(part, keys, row);
+        }
+    }
+
+    /// Adds the pieces of several rows over keys that stand in the table of one of them.
+    fn add_shared(
+        &mut self,
+        row: usize,
+        tokens: impl Iterator<Item = usize>,
+        keys: Range<usize>,
+        at_once: usize,
+    ) {
+        let start = self.tokens.len();
+        self.tokens.extend(tokens);
+        // By what they see, as tokens of one sequence stand too.
+        let seen = &self.seen;
+        self.tokens[start..].sort_unstable_by_key(|&token| seen[token].end);
+        let end = self.tokens.len();
+        for first in (start..end).step_by(at_once) {
+            let tokens = first..end.min(first + at_once);
+            self.pieces.push(Piece { tokens, keys: keys.clone(), row, partials: None });
+        }
     }
 
     /// Cost of a piece for one of its tasks, in keys.
