@@ -473,7 +473,7 @@ impl<E: Element> Kernel for MergePartials<'_, E> {
                     let mut weights = 0.0;
                     for partial in partials {
                         let (from, kept) = attend.partial(*partial, head);
-                        let factor = ((*kept).largest - largest).exp();
+                        let factor = ((*kept).largest - largest).exp2();
                         weights += (*kept).sum * factor;
                         for at in (0..whole).step_by(S::LANES) {
                             let to = sum.add(at);

@@ -1,7 +1,9 @@
 //! Scores to weights, some keys at a time: the softmax with a running largest score.
 
+use std::f32::consts::LOG2_E;
+
 use crate::element::Element;
-use crate::math::{exp, tanh};
+use crate::math::{exp2, tanh};
 use crate::simd::Simd;
 
 /// How a call makes its scores.
@@ -11,7 +13,8 @@ pub(crate) struct Form {
     pub softcap: Option<f32>,
 }
 
-/// What is kept of the keys so far, beside the weighted sum of V.
+/// What is kept of the keys so far, beside the weighted sum of V. Weights are powers of two: scores are taken times
+/// log2 e.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(crate) struct Running {
@@ -45,22 +48,32 @@ pub(crate) unsafe fn weigh<S: Simd>(
         for index in (0..visible.start.min(padded)).chain(visible.end..padded) {
             scores.add(index).write(f32::NEG_INFINITY);
         }
-        let scale = S::splat(form.scale);
+        // What the numbers that stand there are multiplied with to be exponents of two.
+        let mut unit = form.scale * LOG2_E;
         let mut largest = S::splat(f32::NEG_INFINITY);
-        for index in (0..padded).step_by(S::LANES) {
-            let at = scores.add(index);
-            let mut score = S::mul(S::load(at), scale);
-            if let Some(cap) = form.softcap {
-                let cap = S::splat(cap);
-                let capped = S::mul(cap, tanh::<S>(S::div(score, cap)));
-                // What is not visible stays so.
-                score = S::if_less(score, S::splat(f32::MIN), score, capped);
+        if form.softcap.is_none() && unit > 0.0 {
+            for index in (0..padded).step_by(S::LANES) {
+                largest = S::max(largest, S::load(scores.add(index)));
             }
-            S::store(at, score);
-            largest = S::max(largest, score);
+        } else {
+            unit = LOG2_E;
+            let scale = S::splat(form.scale);
+            for index in (0..padded).step_by(S::LANES) {
+                let at = scores.add(index);
+                let product = S::load(at);
+                let mut score = S::mul(product, scale);
+                if let Some(cap) = form.softcap {
+                    let cap = S::splat(cap);
+                    score = S::mul(cap, tanh::<S>(S::div(score, cap)));
+                }
+                // What is not visible stays so.
+                score = S::if_less(product, S::splat(f32::MIN), product, score);
+                S::store(at, score);
+                largest = S::max(largest, score);
+            }
         }
         let before = running.largest;
-        let mut now = before.max(S::largest(largest));
+        let mut now = before.max(S::largest(largest) * unit);
         if now == f32::NEG_INFINITY {
             // Nothing is visible yet; or what is, is no number, which a largest lane may not show.
             if (0..count).any(|index| (*scores.add(index)).is_nan()) {
@@ -73,15 +86,15 @@ pub(crate) unsafe fn weigh<S: Simd>(
             }
             return 1.0;
         }
-        let shift = S::splat(now);
+        let (unit, shift) = (S::splat(unit), S::splat(-now));
         let mut sum = S::splat(0.0);
         for index in (0..padded).step_by(S::LANES) {
             let at = scores.add(index);
-            let weight = exp::<S>(S::sub(S::load(at), shift));
+            let weight = exp2::<S>(S::mul_add(S::load(at), unit, shift));
             S::store(at, weight);
             sum = S::add(sum, weight);
         }
-        let factor = if before == now { 1.0 } else { (before - now).exp() };
+        let factor = if before == now { 1.0 } else { (before - now).exp2() };
         *running = Running { largest: now, sum: running.sum * factor + S::sum(sum) };
         factor
     }
@@ -118,9 +131,10 @@ pub(crate) unsafe fn finish<S: Simd, E: Element>(
 ) {
     let (mut weights, mut factor) = (running.sum, 1.0);
     if let Some(sink) = sink {
+        let sink = sink * LOG2_E;
         let largest = running.largest.max(sink);
-        factor = (running.largest - largest).exp();
-        weights = running.sum * factor + (sink - largest).exp();
+        factor = (running.largest - largest).exp2();
+        weights = running.sum * factor + (sink - largest).exp2();
     }
     // SAFETY: in bounds, as promised by the caller.
     unsafe {

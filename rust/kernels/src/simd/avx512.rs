@@ -78,6 +78,11 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
+    unsafe fn times_exp2(value: __m512, whole: __m512) -> __m512 {
+        unsafe { _mm512_scalef_ps(value, whole) }
+    }
+
+    #[inline(always)]
     unsafe fn abs(value: __m512) -> __m512 {
         unsafe { _mm512_abs_ps(value) }
     }

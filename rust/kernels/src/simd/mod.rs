@@ -47,6 +47,16 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn round(value: Self::V) -> Self::V;
     /// 2 to the power of whole numbers from -126 to 127.
     unsafe fn exp2_whole(value: Self::V) -> Self::V;
+    /// `value` times 2 to the power of whole numbers up to 127; zero for those below -126, or right. A NaN in `value` stays.
+    #[inline(always)]
+    unsafe fn times_exp2(value: Self::V, whole: Self::V) -> Self::V {
+        // SAFETY: as promised by the caller.
+        unsafe {
+            let lowest = Self::splat(-126.0);
+            let scaled = Self::mul(value, Self::exp2_whole(Self::max(lowest, whole)));
+            Self::if_less(whole, lowest, Self::splat(0.0), scaled)
+        }
+    }
     unsafe fn abs(value: Self::V) -> Self::V;
     /// Lane by lane: `a < b ? then : otherwise`.
     unsafe fn if_less(a: Self::V, b: Self::V, then: Self::V, otherwise: Self::V) -> Self::V;
