@@ -18,6 +18,10 @@ PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 HEAVY_LAYERS = ("FullyConnected", "PagedAttention")
 
 
+class Refused(RuntimeError):
+    """It cannot do what is asked on this machine; the message is all there is to say."""
+
+
 def model_folder() -> Path:
     """Where the converted model lies."""
     from chairlift.cli.demo import demo_model_dir
@@ -35,7 +39,7 @@ def computes_in(dtype: str) -> str:
     """What its plugin says of the heavy layers when it has compiled the model as it is asked to, in words.
 
     Raises:
-        RuntimeError: It would compute in another type on this CPU.
+        Refused: It cannot compute in that type on this CPU, or would compute in another.
     """
     import openvino
     from openvino._offline_transformations import paged_attention_transformation
@@ -43,7 +47,12 @@ def computes_in(dtype: str) -> str:
     core = openvino.Core()
     graph = core.read_model(model_folder() / "openvino_model.xml")
     paged_attention_transformation(graph)  # as the pipeline does
-    compiled = core.compile_model(graph, "CPU", plugin_settings(dtype))
+    able = ", ".join(core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
+    try:
+        compiled = core.compile_model(graph, "CPU", plugin_settings(dtype))
+    except RuntimeError as error:
+        *_, why = str(error).strip().splitlines()
+        raise Refused(f"its plugin refuses {dtype} on this CPU, where it knows {able}: {why.strip()}") from error
     found = Counter(
         (kind, node.get_rt_info()["runtimePrecision"].astype(str))
         for node in compiled.get_runtime_model().get_ordered_ops()
@@ -52,8 +61,7 @@ def computes_in(dtype: str) -> str:
     told = ", ".join(f"{count} {kind} in {precision}" for (kind, precision), count in sorted(found.items()))
     told += f", K and V in {compiled.get_property('KV_CACHE_PRECISION').to_string()}"
     if any(precision != PRECISIONS[dtype] for _, precision in found):
-        able = ", ".join(core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
-        raise RuntimeError(f"asked for {dtype} it computes {told}; on this CPU its plugin knows {able}")
+        raise Refused(f"asked for {dtype} it computes {told}; on this CPU its plugin knows {able}")
     return told
 
 

@@ -166,7 +166,7 @@ def run_part(part: str, task: Task, steps: Sequence[StepShape]) -> Any:
 
 
 def run_child(part: str, task: Task, steps: Sequence[StepShape] = ()) -> Any:
-    """`run_part` in a fresh process; RuntimeError with the end of its output if it fails."""
+    """`run_part` in a fresh process; RuntimeError with the end of its output if it fails, or with what it refuses."""
     with tempfile.TemporaryDirectory() as folder:
         asked, answer = Path(folder) / "asked.json", Path(folder) / "answer.json"
         asked.write_text(json.dumps({"part": part, "task": asdict(task), "steps": steps}))
@@ -180,14 +180,21 @@ def run_child(part: str, task: Task, steps: Sequence[StepShape] = ()) -> Any:
         )
         if child.returncode != 0:
             raise RuntimeError(f"exit status {child.returncode}\n{child.stdout[-2000:]}")
-        return json.loads(answer.read_text())
+        got = json.loads(answer.read_text())
+        if "refused" in got:
+            raise RuntimeError(got["refused"])
+        return got["answer"]
 
 
 def serve_parent(asked: Path, answer: Path) -> None:
     """The child's end of `run_child`."""
     order = json.loads(asked.read_text())
     steps = [StepShape(*step) for step in order["steps"]]
-    answer.write_text(json.dumps(run_part(order["part"], Task.of_fields(order["task"]), steps)))
+    try:
+        got = {"answer": run_part(order["part"], Task.of_fields(order["task"]), steps)}
+    except openvino_model.Refused as refused:
+        got = {"refused": str(refused)}
+    answer.write_text(json.dumps(got))
 
 
 # The parent: rounds and tables.
