@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from chairlift._native import EngineClosed, QueueFull, __version__
     from chairlift.api import (
         continuous_batching_context_manager,
+        destroy_cached_continuous_batching_manager,
         generate_batch,
         init_continuous_batching,
         install,
@@ -26,6 +27,7 @@ __all__ = [
     "WorkloadHints",
     "__version__",
     "continuous_batching_context_manager",
+    "destroy_cached_continuous_batching_manager",
     "generate_batch",
     "init_continuous_batching",
     "install",
@@ -42,6 +44,7 @@ _HOMES = {
     "WorkloadHints": "outputs",
     "__version__": "_native",
     "continuous_batching_context_manager": "api",
+    "destroy_cached_continuous_batching_manager": "api",
     "generate_batch": "api",
     "init_continuous_batching": "api",
     "install": "api",

@@ -11,12 +11,19 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from chairlift import _native
 from chairlift.config import ContinuousBatchingConfig
+from chairlift.kept import keep, kept_manager
 from chairlift.manager import ContinuousBatchingManager
 from chairlift.outputs import GenerationOutput, WorkloadHints
+from chairlift.probe import require_model
 from chairlift.prompts import Prompt, prompt_array
 from chairlift.sampling.options import GenerationOptions
 
-_ENTRY_POINTS = ("generate_batch", "continuous_batching_context_manager", "init_continuous_batching")
+_ENTRY_POINTS = (
+    "generate_batch",
+    "continuous_batching_context_manager",
+    "init_continuous_batching",
+    "destroy_cached_continuous_batching_manager",
+)
 
 
 def init_continuous_batching(
@@ -26,6 +33,10 @@ def init_continuous_batching(
     workload_hints: WorkloadHints | None = None,
 ) -> ContinuousBatchingManager:
     """Makes a manager, which the caller starts and stops.
+
+    Where the model keeps one from a session before (`stop(keep_for_next_session=True)`), that one is taken up again,
+    generating as is said here, unless it runs, was asked for with another batching config, or is too small for these
+    hints; then a new one takes its place.
 
     Args:
         model: A causal language model of transformers.
@@ -37,7 +48,28 @@ def init_continuous_batching(
         TypeError: An argument of the wrong type.
         ValueError: The model cannot be served (and why), or a value is out of bounds or not served yet.
     """
-    return ContinuousBatchingManager(model, generation_config, continuous_batching_config, workload_hints)
+    require_model(model)
+    kept = kept_manager(model)
+    if kept is None or kept.is_running():
+        return ContinuousBatchingManager(model, generation_config, continuous_batching_config, workload_hints)
+    config = ContinuousBatchingConfig.chosen(continuous_batching_config, generation_config, model)
+    hints = WorkloadHints.of(workload_hints)
+    if kept.serves(config, hints):
+        kept.take_up(generation_config)
+        return kept
+    if config == kept.asked_config:
+        hints = hints.joined(kept.hints)
+    kept.destroy()  # its memory is for the new one
+    manager = ContinuousBatchingManager(model, generation_config, config, hints)
+    keep(manager)
+    return manager
+
+
+def destroy_cached_continuous_batching_manager(model: PreTrainedModel) -> None:
+    """Destroys the manager that the model keeps for the next session, if it keeps one."""
+    kept = kept_manager(model)
+    if kept is not None:
+        kept.destroy()
 
 
 @contextmanager
@@ -51,7 +83,7 @@ def continuous_batching_context_manager(
     warmup: bool = True,  # noqa: ARG001
     workload_hints: WorkloadHints | None = None,
 ) -> Iterator[ContinuousBatchingManager]:
-    """A started manager, stopped (when everything has ended) and destroyed at the end of the block.
+    """A started manager, stopped (when everything has ended) and destroyed (or kept) at the end of the block.
 
     Args:
         model: See `init_continuous_batching`; so the others that are not here.
@@ -59,28 +91,24 @@ def continuous_batching_context_manager(
         block: Wait for the loop's end.
         timeout: How long, in seconds; what has not ended by then fails. None: for ever.
         continuous_batching_config: See there.
-        persistent_manager: Not served yet.
+        persistent_manager: The model keeps the manager for the next session; see `init_continuous_batching`.
         warmup: Accepted: there is nothing to warm up on a CPU.
         workload_hints: See there.
 
     Raises:
         TypeError, ValueError: As `init_continuous_batching`.
     """
-    if persistent_manager:
-        raise ValueError(
-            "persistent_manager=True is not served yet: make a manager with init_continuous_batching and keep it"
-        )
     manager = init_continuous_batching(model, generation_config, continuous_batching_config, workload_hints)
-    manager.start(once=True)
+    manager.start(once=not persistent_manager)
     try:
         yield manager
     except BaseException:
-        manager.stop(hard_stop=True)
+        manager.stop(hard_stop=True, keep_for_next_session=persistent_manager)
         raise
     else:
-        manager.stop(block=block, timeout=timeout)
+        manager.stop(block=block, timeout=timeout, keep_for_next_session=persistent_manager)
     finally:
-        if block:
+        if block and not persistent_manager:
             manager.destroy()
 
 
@@ -104,7 +132,9 @@ def generate_batch(
         continuous_batching_config: Sizes and rules. None: the defaults, from these prompts.
         record_timestamps: Keep the time of each token.
         progress_bar: Show one.
-        persistent_manager: Not served yet.
+        persistent_manager: The model keeps the manager for the next call with the same batching config, which then need
+            not make one, and shares the prefix cache with this one (as far as the weights are the same). Its pool is
+            sized by the memory, not by these prompts. `destroy_cached_continuous_batching_manager` lets it go.
         warmup: Accepted: there is nothing to warm up on a CPU.
         kwargs: Fields of `GenerationConfig` that override it, such as `max_new_tokens`.
 
@@ -130,13 +160,15 @@ def generate_batch(
     )
     if not prompts:
         return {}
+    # Of the calls to come on a manager that is kept nothing is known, and what is cached should find room beside them.
+    hints = None if persistent_manager else _hints([len(prompt) for prompt in prompts], options)
     manager_cm = continuous_batching_context_manager(
         model,
         options,
         continuous_batching_config=cb_config,
         persistent_manager=persistent_manager,
         warmup=warmup,
-        workload_hints=_hints([len(prompt) for prompt in prompts], options),
+        workload_hints=hints,
     )
     outputs: dict[str, GenerationOutput] = {}
     bar = tqdm(

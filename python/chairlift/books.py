@@ -80,6 +80,10 @@ class Books:
             first += 1
         return labels
 
+    def start_anew(self) -> None:
+        """Numbers labels from 0 again; those that are in use are left out."""
+        self._next_label = 0
+
     def add(
         self,
         first: int,

@@ -22,14 +22,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from chairlift.engine.replay.agreement import Agreement
 from chairlift.engine.replay.forward import Recordings
+from chairlift.kept import ATTRIBUTE
 from chairlift.probe import ModelFacts
 
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), type(Ellipsis), enum.Enum)
 _TORCH_PLAIN = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 # How deep objects are looked into; a config holds those of its parts.
 _DEPTH = 8
-# Sessions set it, and set it back.
-_SESSIONS = frozenset({"training"})
+# What sessions set.
+_SESSIONS = frozenset({"training", ATTRIBUTE})
 
 
 class _Incomparable(Exception):

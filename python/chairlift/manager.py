@@ -30,6 +30,7 @@ from chairlift.engine.openmp import release_team
 from chairlift.engine.session import Session
 from chairlift.engine.sizing import batch_cost, resolve
 from chairlift.evaluation import evaluating
+from chairlift.kept import keep, let_go
 from chairlift.knowledge import Knowledge, forget_knowledge, keep_knowledge, knowledge_of
 from chairlift.outputs import GenerationOutput, GroupStats, Stats, WorkloadHints
 from chairlift.probe import learn, require_model
@@ -78,19 +79,9 @@ class ContinuousBatchingManager:
         if known.facts is None:
             known.facts = learn(model)
         self.facts = known.facts
-        if isinstance(generation_config, GenerationOptions):
-            config = ContinuousBatchingConfig.of(continuous_batching_config)
-            self.options = generation_config
-        else:
-            config = ContinuousBatchingConfig.chosen(continuous_batching_config, generation_config, model)
-            self.options = GenerationOptions.resolve(
-                model, generation_config, drop_unsupported_processors=config.drop_unsupported_processors
-            )
-        if 0 < config.max_queue_size < self.options.num_return_sequences:
-            raise ValueError(
-                f"num_return_sequences is {self.options.num_return_sequences}, but max_queue_size "
-                f"{config.max_queue_size}: no request could ever join the queue"
-            )
+        config = ContinuousBatchingConfig.chosen(continuous_batching_config, generation_config, model)
+        self.asked_config = config
+        self.options = _options(model, generation_config, config)
         self.geometry = geometry_of(self.facts.calls, config.page_size)
         backend = choose_backend(
             model.config._attn_implementation,
@@ -117,7 +108,7 @@ class ContinuousBatchingManager:
             free_bytes=free_memory_bytes(),
             max_rows=config.max_batch_tokens or DEFAULT_MAX_BATCH_TOKENS,
         )
-        hints = WorkloadHints.of(workload_hints)
+        self.hints = hints = WorkloadHints.of(workload_hints)
         self.batch_cost = batch_cost(self.facts, backend, hints)
         self.config = resolve(
             config,
@@ -160,6 +151,36 @@ class ContinuousBatchingManager:
         self.fatal_error: BaseException | None = None
         # Requests may come before the start; outputs cannot.
         self._engine.close_outbox("the manager is not started")
+
+    # --------------------------------------------------------- the next session
+
+    def serves(self, config: ContinuousBatchingConfig, hints: WorkloadHints) -> bool:
+        """Whether it can be taken up again for another session: it rests, its model is what it was, it was asked for
+        with the same config, and what it was sized for is enough."""
+        if self.is_running() or self._destroyed or self.fatal_error is not None:
+            return False
+        return config == self.asked_config and hints.within(self.hints) and knowledge_of(self.model).facts is self.facts
+
+    def take_up(self, generation_config: GenerationConfig | GenerationOptions | None) -> None:
+        """Makes a manager that was kept ready for another session, which generates as it says. The loop will run in the
+        modes of this thread.
+
+        Outputs of the session before that nobody took are dropped, and a warning says how many.
+
+        Raises:
+            TypeError, ValueError: As for the generation config of a new manager.
+        """
+        options = _options(self.model, generation_config, self.asked_config)
+        with self._lock:
+            self.options = options
+            left = 0
+            while (event := self._engine.take_next()) is not None:
+                left += event.finish_reason is not None
+                self._books.output(event)
+            self._books.start_anew()
+        if left:
+            logger.warning(f"{left} outputs of the session before were never taken, and are dropped.")
+        self._modes = CallersModes()
 
     # ------------------------------------------------------------------ control
 
@@ -259,22 +280,22 @@ class ContinuousBatchingManager:
         Args:
             block: Wait for the end.
             timeout: How long, in seconds. None: for ever.
-            keep_for_next_session: Not served yet.
+            keep_for_next_session: The model keeps this manager: the next one that is asked for with the same batching
+                config is this one, with its prefix cache (as far as the weights are the same), its packed weights and
+                its recorded forward. `destroy_cached_continuous_batching_manager` lets it go.
             hard_stop: Queued and running requests fail.
-
-        Raises:
-            ValueError: `keep_for_next_session` is set.
         """
-        if keep_for_next_session:
-            raise ValueError("keep_for_next_session=True is not served yet: keep the manager and call start() again")
         with self._control:
             self._engine.close_inbox("the manager is stopped: call start() first")
             if self._thread is None:
-                logger.warning("The manager is not started.")
+                unkept = " It is not kept for the next session." if keep_for_next_session else ""
+                logger.warning(f"The manager is not started.{unkept}")
                 self._engine.fail_all("the manager was stopped before it was started", time.perf_counter())
                 return
             self._stop_request.ask(StopLevel.HARD if hard_stop else StopLevel.DRAIN)
             self._engine.wake()
+        if keep_for_next_session and not self._destroyed and self.fatal_error is None:
+            keep(self)
         if block:
             self.join(timeout)
 
@@ -293,6 +314,7 @@ class ContinuousBatchingManager:
 
     def destroy(self) -> None:
         """Stops at once and for good. May be called again."""
+        let_go(self)
         if self.is_running():
             self.stop(hard_stop=True)
         with self._control:
@@ -697,6 +719,24 @@ class ContinuousBatchingManager:
             # Whatever happened above, no reader waits for what will not come.
             self._engine.close_outbox(cause)
             _running.discard(self)
+
+
+def _options(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig | GenerationOptions | None,
+    config: ContinuousBatchingConfig,
+) -> GenerationOptions:
+    options = generation_config
+    if not isinstance(options, GenerationOptions):
+        options = GenerationOptions.resolve(
+            model, options, drop_unsupported_processors=config.drop_unsupported_processors
+        )
+    if 0 < config.max_queue_size < options.num_return_sequences:
+        raise ValueError(
+            f"num_return_sequences is {options.num_return_sequences}, but max_queue_size "
+            f"{config.max_queue_size}: no request could ever join the queue"
+        )
+    return options
 
 
 class _Deadline:

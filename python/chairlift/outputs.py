@@ -78,6 +78,16 @@ class WorkloadHints:
             return hints
         return cls(**{field.name: int(getattr(hints, field.name, 0)) for field in fields(cls)})
 
+    def within(self, others: "WorkloadHints") -> bool:
+        """Whether what is sized for the others is large enough for these."""
+        pairs = [(getattr(self, hint.name), getattr(others, hint.name)) for hint in fields(self)]
+        return all(other == 0 or 0 < mine <= other for mine, other in pairs)
+
+    def joined(self, others: "WorkloadHints") -> "WorkloadHints":
+        """Hints of both workloads, one after the other."""
+        both = {hint.name: (getattr(self, hint.name), getattr(others, hint.name)) for hint in fields(self)}
+        return WorkloadHints(**{name: max(two) if all(two) else 0 for name, two in both.items()})
+
 
 @dataclass(frozen=True)
 class GroupStats:

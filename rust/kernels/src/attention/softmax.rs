@@ -86,11 +86,12 @@ pub(crate) unsafe fn weigh<S: Simd>(
             }
             return 1.0;
         }
-        let (unit, shift) = (S::splat(unit), S::splat(-now));
+        let (unit, shift) = (S::splat(unit), S::splat(now));
         let mut sum = S::splat(0.0);
         for index in (0..padded).step_by(S::LANES) {
             let at = scores.add(index);
-            let weight = exp2::<S>(S::mul_add(S::load(at), unit, shift));
+            // Rounded before it is subtracted, as the largest was: fused, the largest of huge scores would lie above itself.
+            let weight = exp2::<S>(S::sub(S::mul(S::load(at), unit), shift));
             S::store(at, weight);
             sum = S::add(sum, weight);
         }
@@ -142,6 +143,48 @@ pub(crate) unsafe fn finish<S: Simd, E: Element>(
         for index in (0..size).step_by(S::LANES) {
             let value = S::mul(S::load(sum.add(index)), factor);
             E::store_part::<S>(out.add(index), value, S::LANES.min(size - index));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::isa::Isa;
+    use crate::simd::{Kernel, run};
+
+    struct Weigh<'a> {
+        scores: &'a mut [f32; 32],
+        form: Form,
+        running: &'a mut Running,
+    }
+
+    impl Kernel for Weigh<'_> {
+        #[inline(always)]
+        unsafe fn run<S: Simd>(self) {
+            unsafe { weigh::<S>(self.scores.as_mut_ptr(), 32, 0..32, self.form, self.running) };
+        }
+    }
+
+    #[test]
+    fn huge_scores_have_weights_of_at_most_one() {
+        for isa in Isa::available() {
+            for (size, softcap) in [(1.0, None), (1e4, None), (1e12, None), (3e37, None), (1e12, Some(1e11))]
+            {
+                for scale in [0.125, 1.0, -0.37] {
+                    let mut scores: [f32; 32] = std::array::from_fn(|at| (at as f32 * 0.7).sin() * size);
+                    let mut running = Running::NONE;
+                    let form = Form { scale, softcap };
+                    unsafe { run(isa, Weigh { scores: &mut scores, form, running: &mut running }) };
+                    let largest = scores.iter().copied().fold(0.0, f32::max);
+                    assert!((largest - 1.0).abs() < 1e-6, "{isa}, {size}, {scale}: {largest}");
+                    assert!(
+                        scores.iter().all(|weight| (0.0..1.000_001).contains(weight)),
+                        "{isa}: {scores:?}"
+                    );
+                    assert!((1.0..32.1).contains(&running.sum), "{isa}: {}", running.sum);
+                }
+            }
         }
     }
 }

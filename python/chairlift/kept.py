@@ -1,0 +1,45 @@
+"""The manager that a model keeps from one session to the next.
+
+It stands on the model itself, so that the collector can free both together. A copy of the model, in memory or on disk,
+is another model: it keeps none.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from chairlift.manager import ContinuousBatchingManager
+
+ATTRIBUTE = "_cached_continuous_batching_manager"
+
+
+class _Kept:
+    """Holds a manager; copied and pickled it holds none."""
+
+    def __init__(self, manager: "ContinuousBatchingManager | None" = None) -> None:
+        self.manager = manager
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Kept, ()
+
+
+def kept_manager(model: PreTrainedModel) -> "ContinuousBatchingManager | None":
+    """The manager that a model keeps, if it keeps one."""
+    kept = vars(model).get(ATTRIBUTE)
+    manager = kept.manager if isinstance(kept, _Kept) else None
+    return manager if manager is not None and manager.model is model else None
+
+
+def keep(manager: "ContinuousBatchingManager") -> None:
+    """Makes a manager the one that its model keeps; another one that it kept is destroyed."""
+    before = kept_manager(manager.model)
+    vars(manager.model)[ATTRIBUTE] = _Kept(manager)
+    if before is not None and before is not manager:
+        before.destroy()
+
+
+def let_go(manager: "ContinuousBatchingManager") -> None:
+    """The model keeps that manager no more, if it did."""
+    if kept_manager(manager.model) is manager:
+        del vars(manager.model)[ATTRIBUTE]
