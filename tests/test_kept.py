@@ -134,6 +134,38 @@ def test_outputs_that_nobody_took_are_dropped_with_a_warning(
     assert "1 outputs of the session before were never taken" in caplog.text
 
 
+def test_of_several_threads_one_takes_it_and_each_gets_its_outputs(model: PreTrainedModel) -> None:
+    generate(model, [PROMPT])
+    outputs: list[dict] = []
+    threads = [
+        threading.Thread(target=lambda n=n: outputs.append(generate(model, [PROMPT[: 4 + n], PROMPT])))
+        for n in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len(outputs) == 4
+    for of_thread in outputs:
+        for output in of_thread.values():
+            assert output.generated_tokens == alone(model, output.prompt_ids)
+
+
+def test_a_config_that_is_refused_leaves_it_kept(model: PreTrainedModel) -> None:
+    generate(model, [PROMPT])
+    manager = kept_manager(model)
+    with pytest.raises(ValueError, match="num_beams"):
+        chairlift.init_continuous_batching(model, GenerationConfig(num_beams=2), config())
+    assert kept_manager(model) is manager
+
+
+def test_a_call_that_keeps_nothing_uses_what_is_kept_and_lets_it_go(model: PreTrainedModel) -> None:
+    generate(model, [PROMPT])
+    outputs = chairlift.generate_batch(model, [PROMPT], GREEDY, continuous_batching_config=config())
+    assert outputs["req_0"].cached_tokens == 16
+    assert kept_manager(model) is None
+
+
 def test_a_kept_manager_that_runs_is_left_alone(model: PreTrainedModel) -> None:
     with chairlift.continuous_batching_context_manager(
         model, GREEDY, continuous_batching_config=config(), persistent_manager=True

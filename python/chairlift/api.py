@@ -11,7 +11,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from chairlift import _native
 from chairlift.config import ContinuousBatchingConfig
-from chairlift.kept import keep, kept_manager
+from chairlift.kept import keep, take
 from chairlift.manager import ContinuousBatchingManager
 from chairlift.outputs import GenerationOutput, WorkloadHints
 from chairlift.probe import require_model
@@ -35,8 +35,8 @@ def init_continuous_batching(
     """Makes a manager, which the caller starts and stops.
 
     Where the model keeps one from a session before (`stop(keep_for_next_session=True)`), that one is taken up again,
-    generating as is said here, unless it runs, was asked for with another batching config, or is too small for these
-    hints; then a new one takes its place.
+    generating as is said here. One that was asked for with another batching config, or is too small for these hints, is
+    destroyed, and a new one made.
 
     Args:
         model: A causal language model of transformers.
@@ -49,25 +49,30 @@ def init_continuous_batching(
         ValueError: The model cannot be served (and why), or a value is out of bounds or not served yet.
     """
     require_model(model)
-    kept = kept_manager(model)
-    if kept is None or kept.is_running():
+    kept = take(model)
+    if kept is not None and kept.is_running():
+        keep(kept)  # somebody started it: it is theirs
+        kept = None
+    if kept is None:
         return ContinuousBatchingManager(model, generation_config, continuous_batching_config, workload_hints)
-    config = ContinuousBatchingConfig.chosen(continuous_batching_config, generation_config, model)
-    hints = WorkloadHints.of(workload_hints)
-    if kept.serves(config, hints):
-        kept.take_up(generation_config)
-        return kept
+    try:
+        config = ContinuousBatchingConfig.chosen(continuous_batching_config, generation_config, model)
+        hints = WorkloadHints.of(workload_hints)
+        if kept.serves(config, hints):
+            kept.take_up(generation_config)
+            return kept
+    except Exception:
+        keep(kept)
+        raise
     if config == kept.asked_config:
         hints = hints.joined(kept.hints)
     kept.destroy()  # its memory is for the new one
-    manager = ContinuousBatchingManager(model, generation_config, config, hints)
-    keep(manager)
-    return manager
+    return ContinuousBatchingManager(model, generation_config, config, hints)
 
 
 def destroy_cached_continuous_batching_manager(model: PreTrainedModel) -> None:
     """Destroys the manager that the model keeps for the next session, if it keeps one."""
-    kept = kept_manager(model)
+    kept = take(model)
     if kept is not None:
         kept.destroy()
 

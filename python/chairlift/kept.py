@@ -31,8 +31,15 @@ def kept_manager(model: PreTrainedModel) -> "ContinuousBatchingManager | None":
     return manager if manager is not None and manager.model is model else None
 
 
+def take(model: PreTrainedModel) -> "ContinuousBatchingManager | None":
+    """Takes the manager that a model keeps, so that nobody else does."""
+    manager = kept_manager(model)
+    # Of several threads one takes it.
+    return manager if vars(model).pop(ATTRIBUTE, None) is not None else None
+
+
 def keep(manager: "ContinuousBatchingManager") -> None:
-    """Makes a manager the one that its model keeps; another one that it kept is destroyed."""
+    """Gives a manager to its model to keep; another one that it kept is destroyed."""
     before = kept_manager(manager.model)
     vars(manager.model)[ATTRIBUTE] = _Kept(manager)
     if before is not None and before is not manager:

@@ -162,6 +162,7 @@ mod tests {
     impl Kernel for Weigh<'_> {
         #[inline(always)]
         unsafe fn run<S: Simd>(self) {
+            // SAFETY: the scores are whole vectors.
             unsafe { weigh::<S>(self.scores.as_mut_ptr(), 32, 0..32, self.form, self.running) };
         }
     }
@@ -175,6 +176,7 @@ mod tests {
                     let mut scores: [f32; 32] = std::array::from_fn(|at| (at as f32 * 0.7).sin() * size);
                     let mut running = Running::NONE;
                     let form = Form { scale, softcap };
+                    // SAFETY: the machine has the instructions.
                     unsafe { run(isa, Weigh { scores: &mut scores, form, running: &mut running }) };
                     let largest = scores.iter().copied().fold(0.0, f32::max);
                     assert!((largest - 1.0).abs() < 1e-6, "{isa}, {size}, {scale}: {largest}");
