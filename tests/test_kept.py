@@ -151,6 +151,22 @@ def test_of_several_threads_one_takes_it_and_each_gets_its_outputs(model: PreTra
             assert output.generated_tokens == alone(model, output.prompt_ids)
 
 
+def test_what_is_kept_does_not_end_the_requests_of_another_session(model: PreTrainedModel) -> None:
+    managers = [chairlift.init_continuous_batching(model, GREEDY, config(num_blocks=100)) for _ in range(2)]
+    labels = []
+    for manager in managers:
+        manager.start()
+        labels.append(manager.add_request(PROMPT, max_new_tokens=200))
+    for manager in managers:
+        manager.stop(block=False, keep_for_next_session=True)
+    for manager, label in zip(managers, labels, strict=True):
+        output = manager.get_result(label, timeout=60)
+        assert output is not None
+        assert output.finish_reason == "length"
+        manager.join(60)
+    assert kept_manager(model) in managers
+
+
 def test_a_config_that_is_refused_leaves_it_kept(model: PreTrainedModel) -> None:
     generate(model, [PROMPT])
     manager = kept_manager(model)

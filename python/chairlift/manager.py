@@ -146,6 +146,8 @@ class ContinuousBatchingManager:
         self._lock = threading.Lock()  # of the books
         self._books = Books()
         self._weights: Fingerprint | None = None
+        self._keeps = False  # for the next session, once the loop has ended
+        self._rests = True
         self._was_started = False
         self._destroyed = False
         self.fatal_error: BaseException | None = None
@@ -222,6 +224,7 @@ class ContinuousBatchingManager:
         self._session.forward.forget(known.take_recordings())
         self._knowledge = known
         self._stop_request = StopRequest()
+        self._keeps = self._rests = False
         self._engine.reopen()
         _running.add(self)
         release_team()  # this thread probed the model; from here on the loop's computes
@@ -294,8 +297,10 @@ class ContinuousBatchingManager:
                 return
             self._stop_request.ask(StopLevel.HARD if hard_stop else StopLevel.DRAIN)
             self._engine.wake()
-        if keep_for_next_session and not self._destroyed and self.fatal_error is None:
-            keep(self)
+            self._keeps = keep_for_next_session
+            rests = self._rests
+        if rests:
+            self._keep_if_asked()
         if block:
             self.join(timeout)
 
@@ -719,6 +724,15 @@ class ContinuousBatchingManager:
             # Whatever happened above, no reader waits for what will not come.
             self._engine.close_outbox(cause)
             _running.discard(self)
+            with self._control:
+                self._rests = True
+            self._keep_if_asked()
+
+    def _keep_if_asked(self) -> None:
+        """Gives a manager at rest to its model, if the last stop asked for that. One that is kept while it still runs
+        would have its requests ended by the next."""
+        if self._keeps and not self._destroyed and self.fatal_error is None:
+            keep(self)
 
 
 def _options(
