@@ -4,6 +4,7 @@ It stands on the model itself, so that the collector can free both together. A c
 is another model: it keeps none.
 """
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
@@ -15,38 +16,44 @@ ATTRIBUTE = "_cached_continuous_batching_manager"
 
 
 class _Kept:
-    """Holds a manager; copied and pickled it holds none."""
+    """Holds a manager; copied and pickled it is None, which is read without this package, too."""
 
-    def __init__(self, manager: "ContinuousBatchingManager | None" = None) -> None:
+    def __init__(self, manager: "ContinuousBatchingManager") -> None:
         self.manager = manager
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Kept, ()
+        return type(None), ()
+
+
+_lock = threading.Lock()
 
 
 def kept_manager(model: PreTrainedModel) -> "ContinuousBatchingManager | None":
     """The manager that a model keeps, if it keeps one."""
     kept = vars(model).get(ATTRIBUTE)
-    manager = kept.manager if isinstance(kept, _Kept) else None
-    return manager if manager is not None and manager.model is model else None
+    # A shallow copy of the model has it, too.
+    return kept.manager if isinstance(kept, _Kept) and kept.manager.model is model else None
 
 
 def take(model: PreTrainedModel) -> "ContinuousBatchingManager | None":
     """Takes the manager that a model keeps, so that nobody else does."""
-    manager = kept_manager(model)
-    # Of several threads one takes it.
-    return manager if vars(model).pop(ATTRIBUTE, None) is not None else None
+    with _lock:
+        manager = kept_manager(model)
+        vars(model).pop(ATTRIBUTE, None)
+    return manager
 
 
 def keep(manager: "ContinuousBatchingManager") -> None:
     """Gives a manager to its model to keep; another one that it kept is destroyed."""
-    before = kept_manager(manager.model)
-    vars(manager.model)[ATTRIBUTE] = _Kept(manager)
+    with _lock:
+        before = kept_manager(manager.model)
+        vars(manager.model)[ATTRIBUTE] = _Kept(manager)
     if before is not None and before is not manager:
         before.destroy()
 
 
 def let_go(manager: "ContinuousBatchingManager") -> None:
     """The model keeps that manager no more, if it did."""
-    if kept_manager(manager.model) is manager:
-        del vars(manager.model)[ATTRIBUTE]
+    with _lock:
+        if kept_manager(manager.model) is manager:
+            del vars(manager.model)[ATTRIBUTE]
