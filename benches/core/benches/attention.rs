@@ -166,9 +166,12 @@ fn decodes(criterion: &mut Criterion) {
 /// Decodes that share 1,500 tokens, against the same without sharing.
 fn cascade(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("64 decodes of 1,600 tokens");
-    for (name, shared) in [("1,536 shared", 1_536), ("none shared", 0)] {
-        let mut step = Step::new(&vec![(1_600, 1); 64], shared, Dtype::F32);
-        group.bench_function(name, |bencher| bencher.iter(|| step.run()));
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        for (name, shared) in [("1,536 shared", 1_536), ("none shared", 0)] {
+            let mut step = Step::new(&vec![(1_600, 1); 64], shared, dtype);
+            let name = format!("{dtype:?}, {name}");
+            group.bench_function(name, |bencher| bencher.iter(|| step.run()));
+        }
     }
     group.finish();
 }

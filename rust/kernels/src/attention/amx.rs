@@ -6,7 +6,7 @@ use half::bf16;
 
 use super::call::{Attend, Scratch};
 use super::plan::{KEYS, Piece};
-use super::softmax::{scale_row, weigh};
+use super::softmax::Scores;
 use crate::element::Element;
 use crate::simd::Simd;
 use crate::tiles::{self, DEPTH, Part, Sums, TILE, WIDTH};
@@ -75,22 +75,27 @@ impl<E: Element> Attend<'_, E> {
                         });
                     }
                     let deep = count.div_ceil(DEPTH);
-                    for row in rows.clone() {
-                        let seen = seen(row / group);
-                        let visible =
-                            seen.start.clamp(start, end) - start..seen.end.clamp(start, end) - start;
-                        let scores = scores.add((row - rows.start) * KEYS);
-                        let factor =
-                            weigh::<S>(scores, count, visible, self.call.form, &mut *running.add(row));
-                        if factor != 1.0 {
-                            scale_row::<S>(sums.add(row * width_v), width_v, factor);
-                        }
-                        let to = weights.add((row - rows.start) * KEYS);
-                        let weighed = count.next_multiple_of(S::LANES);
-                        for at in (0..weighed).step_by(S::LANES) {
-                            S::store_bf16(to.add(at), S::load(scores.add(at)));
-                        }
-                        to.add(weighed).write_bytes(0, (deep * DEPTH).saturating_sub(weighed));
+                    Scores {
+                        scores,
+                        rows: rows.len(),
+                        count,
+                        form: self.call.form,
+                        running: running.add(rows.start),
+                        sums: sums.add(rows.start * width_v),
+                        width: width_v,
+                    }
+                    .weigh_bf16::<S>(
+                        |row| {
+                            let seen = seen((rows.start + row) / group);
+                            seen.start.clamp(start, end) - start..seen.end.clamp(start, end) - start
+                        },
+                        weights,
+                        KEYS,
+                    );
+                    let weighed = count.next_multiple_of(S::LANES);
+                    for row in 0..rows.len() {
+                        let beyond = (deep * DEPTH).saturating_sub(weighed);
+                        weights.add(row * KEYS + weighed).write_bytes(0, beyond);
                     }
                     // Rows of the tiles that are none of these add nothing.
                     weights.add(rows.len() * KEYS).write_bytes(0, (ROWS - rows.len()) * KEYS);

@@ -3,7 +3,7 @@
 
 use super::call::{Attend, Pages, Scratch};
 use super::plan::{KEYS, Piece};
-use super::softmax::{Running, finish, scale_row, weigh};
+use super::softmax::{Running, Scores, finish};
 use crate::element::{Dtype, Element};
 use crate::simd::Simd;
 
@@ -81,14 +81,16 @@ impl<E: Element> Attend<'_, E> {
                         }
                     }
                     let count = end - start;
-                    for index in 0..group {
-                        let running = &mut *running.add(head + index);
-                        let factor =
-                            weigh::<S>(scores.add(index * KEYS), count, 0..count, self.call.form, running);
-                        if factor != 1.0 {
-                            scale_row::<S>(sums.add((head + index) * width_v), width_v, factor);
-                        }
+                    Scores {
+                        scores,
+                        rows: group,
+                        count,
+                        form: self.call.form,
+                        running: running.add(head),
+                        sums: sums.add(head * width_v),
+                        width: width_v,
                     }
+                    .weigh::<S>(|_| 0..count);
                     for part in self.parts(piece.row, start..end) {
                         let ahead = soon(start, part.offset).map(|place| self.v(&place, 0));
                         let v = self.v(&part, kv_head);

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::call::{Attend, Scratch};
 use super::plan::{KEYS, Piece};
 use super::product::{self, Product};
-use super::softmax::{Running, scale_row, weigh};
+use super::softmax::{Running, Scores};
 use crate::element::{Dtype, Element};
 use crate::factors::{Factors, Lanes, Pairs};
 use crate::simd::Simd;
@@ -49,7 +49,7 @@ impl<E: Element> Attend<'_, E> {
             let running = scratch.running(rows);
             let keys = scratch.keys(size.next_multiple_of(2) * KEYS).cast::<T::Stored>();
             let values = scratch.values(KEYS * width_v).cast::<T::Stored>();
-            let staging = scratch.staging(width.max(ROWS * KEYS));
+            let staging = scratch.staging(width);
 
             let seen = |index: usize| &self.plan.seen[tokens[index]];
             for (Range { start, end }, seeing) in self.stretches(piece) {
@@ -71,20 +71,22 @@ impl<E: Element> Attend<'_, E> {
                         depth: size.next_multiple_of(T::DEPTH),
                         columns: count.next_multiple_of(S::LANES),
                     });
-                    for row in rows.clone() {
-                        let seen = seen(row / group);
-                        let visible =
-                            seen.start.clamp(start, end) - start..seen.end.clamp(start, end) - start;
-                        let scores = scores.add((row - rows.start) * KEYS);
-                        let factor =
-                            weigh::<S>(scores, count, visible, self.call.form, &mut *running.add(row));
-                        if factor != 1.0 {
-                            scale_row::<S>(sums.add(row * width_v), width_v, factor);
-                        }
-                    }
+                    let made = Scores {
+                        scores,
+                        rows: rows.len(),
+                        count,
+                        form: self.call.form,
+                        running: running.add(rows.start),
+                        sums: sums.add(rows.start * width_v),
+                        width: width_v,
+                    };
+                    let (weights, weights_stride) = T::weights::<S>(made, |row| {
+                        let seen = seen((rows.start + row) / group);
+                        seen.start.clamp(start, end) - start..seen.end.clamp(start, end) - start
+                    });
                     product::write::<S, T, true>(Product {
-                        left: T::weights::<S>(scores, rows.len(), count, staging),
-                        left_stride: KEYS,
+                        left: weights,
+                        left_stride: weights_stride,
                         right: values,
                         right_stride: width_v,
                         out: sums.add(rows.start * width_v),
@@ -170,13 +172,12 @@ trait Tile: Factors {
         to_values: *mut Self::Stored,
     );
 
-    /// The weights of so many rows and keys, `KEYS` apart, as V is multiplied with them.
+    /// Turns products into weights that V is multiplied with, and says how far apart their rows are. See
+    /// [`Scores::weigh`].
     unsafe fn weights<S: Simd>(
-        scores: *mut f32,
-        rows: usize,
-        count: usize,
-        staging: *mut f32,
-    ) -> *const Self::Given;
+        scores: Scores,
+        visible: impl Fn(usize) -> Range<usize>,
+    ) -> (*const Self::Given, usize);
 }
 
 /// In fp32.
@@ -217,8 +218,13 @@ impl Tile for Lanes<f32> {
     }
 
     #[inline(always)]
-    unsafe fn weights<S: Simd>(scores: *mut f32, _: usize, _: usize, _: *mut f32) -> *const f32 {
-        scores
+    unsafe fn weights<S: Simd>(
+        scores: Scores,
+        visible: impl Fn(usize) -> Range<usize>,
+    ) -> (*const f32, usize) {
+        // SAFETY: as promised by the caller.
+        unsafe { scores.weigh::<S>(visible) };
+        (scores.scores, KEYS)
     }
 }
 
@@ -290,16 +296,13 @@ impl Tile for Pairs {
     }
 
     #[inline(always)]
-    unsafe fn weights<S: Simd>(scores: *mut f32, rows: usize, count: usize, staging: *mut f32) -> *const u16 {
-        let to = staging.cast::<u16>();
-        // SAFETY: as promised by the caller. Weights are zero up to a whole vector.
-        unsafe {
-            for row in 0..rows {
-                for at in (row * KEYS..row * KEYS + count).step_by(S::LANES) {
-                    S::store_bf16(to.add(at), S::load(scores.add(at)));
-                }
-            }
-        }
-        to
+    unsafe fn weights<S: Simd>(
+        scores: Scores,
+        visible: impl Fn(usize) -> Range<usize>,
+    ) -> (*const u16, usize) {
+        let (to, stride) = (scores.scores.cast::<u16>(), 2 * KEYS);
+        // SAFETY: as promised by the caller.
+        unsafe { scores.weigh_bf16::<S>(visible, to, stride) };
+        (to, stride)
     }
 }

@@ -107,6 +107,23 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
+    unsafe fn largests(values: [__m512; 4]) -> [f32; 4] {
+        unsafe {
+            let [a, b, c, d] = values.map(|value| {
+                let half = _mm256_max_ps(_mm512_castps512_ps256(value), _mm512_extractf32x8_ps::<1>(value));
+                _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps::<1>(half))
+            });
+            // Lanes of two and two vectors side by side, then of all four.
+            let ab = _mm_max_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
+            let cd = _mm_max_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
+            let largest = _mm_max_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab));
+            let mut out = [0.0; 4];
+            _mm_storeu_ps(out.as_mut_ptr(), largest);
+            out
+        }
+    }
+
+    #[inline(always)]
     unsafe fn prefetch(from: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(from.cast()) }
     }

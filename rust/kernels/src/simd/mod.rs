@@ -62,6 +62,12 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn if_less(a: Self::V, b: Self::V, then: Self::V, otherwise: Self::V) -> Self::V;
     /// Sums of the lanes of four vectors.
     unsafe fn sums(values: [Self::V; 4]) -> [f32; 4];
+    /// The largest lane of each of four vectors.
+    #[inline(always)]
+    unsafe fn largests(values: [Self::V; 4]) -> [f32; 4] {
+        // SAFETY: as promised by the caller.
+        values.map(|value| unsafe { Self::largest(value) })
+    }
 
     /// From bf16.
     unsafe fn load_bf16(from: *const u16) -> Self::V;
