@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 import chairlift
 from chairlift import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationOutput
 from chairlift.books import Books
-from tiny_models import VOCAB_SIZE, reference, tie_aware_mismatch, tiny_model
+from tiny_models import VOCAB_SIZE, WAYS_TO_CHANGE, change_weights, reference, tie_aware_mismatch, tiny_model
 
 NEW_TOKENS = 8
 
@@ -224,24 +224,7 @@ def test_what_does_not_fit_the_host_is_computed_again(llama: PreTrainedModel) ->
     assert stats.swap_capacity == 5
 
 
-def change(model: PreTrainedModel, how: str) -> None:
-    """Other weights, by one of the ways in which trainers change them."""
-    other = tiny_model("llama", seed=5)
-    if how == "data":
-        for parameter, new in zip(model.parameters(), other.parameters(), strict=True):
-            parameter.data.copy_(new.data)
-    elif how == "load_state_dict":
-        model.load_state_dict(other.state_dict())
-    elif how == "optimiser":
-        optimiser = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-        model(torch.tensor([text(9)])).logits.square().mean().backward()
-        optimiser.step()
-    else:
-        with torch.no_grad():
-            model.model.layers[0].self_attn.k_proj.weight.view(torch.int32)[0, 0] ^= 1 << 30
-
-
-@pytest.mark.parametrize("how", ["data", "load_state_dict", "optimiser", "one bit"])
+@pytest.mark.parametrize("how", WAYS_TO_CHANGE)
 def test_k_and_v_of_other_weights_serve_nobody(how: str) -> None:
     model = tiny_model("llama")
     prompt = text(17)
@@ -256,7 +239,7 @@ def test_k_and_v_of_other_weights_serve_nobody(how: str) -> None:
     manager.stop()
     assert (again.cached_tokens, again.generated_tokens) == (16, before[0].generated_tokens)
     assert manager.stats().epoch == 0
-    change(model, how)
+    change_weights(model, how)
     manager.start()
     (after,) = serve(manager, [prompt])
     manager.destroy()

@@ -250,6 +250,28 @@ def reference(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) ->
     return out.sequences[0, len(prompt) :].tolist(), [float(top[0] - top[1]) for top in best]
 
 
+# By which trainers change weights.
+WAYS_TO_CHANGE = ("data", "load_state_dict", "optimiser", "one bit")
+
+
+def change_weights(model: PreTrainedModel, how: str = "data") -> None:
+    """Gives a Llama of `tiny_model` other weights."""
+    other = tiny_model("llama", seed=5)
+    if how == "data":
+        for parameter, new in zip(model.parameters(), other.parameters(), strict=True):
+            parameter.data.copy_(new.data)
+    elif how == "load_state_dict":
+        model.load_state_dict(other.state_dict())
+    elif how == "optimiser":
+        optimiser = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        model(torch.arange(FIRST_PLAIN_TOKEN, 12)[None]).logits.square().mean().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    else:
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.view(torch.int32)[0, 0] ^= 1 << 30
+
+
 def tie_aware_mismatch(
     tokens: list[int], reference_tokens: list[int], gaps: list[float], tie: float = 1e-4
 ) -> int | None:

@@ -408,6 +408,9 @@ class Event:
     def timestamps(self) -> list[float]:
         """When each token was committed, where asked for."""
     @property
+    def epochs(self) -> list[tuple[int, int]]:
+        """The versions of the weights that chose the tokens, each with the place of the first of them."""
+    @property
     def cached_tokens(self) -> int:
         """At the end: tokens of the prompt that were found in the prefix cache."""
     @property
@@ -421,7 +424,8 @@ class Event:
 class Engine:
     """Scheduler, block manager and step planner.
 
-    `advance`, `abandon`, `fail_all` and `refuse` wait for one another; the other methods never wait for a step.
+    `advance`, `abandon`, `fail_all`, `cancel_all`, `recompute_all`, `let_in`, `admitted`, `new_epoch` and `refuse` wait
+    for one another; the other methods never wait for a step.
     """
 
     def __new__(cls, config: EngineConfig) -> Engine: ...
@@ -462,6 +466,19 @@ class Engine:
         """Undoes the step in a slot. With a cause, its rows end failed with it."""
     def fail_all(self, cause: str, now: float) -> None:
         """Ends every request with that cause."""
+    def cancel_all(self, now: float) -> None:
+        """Ends every request as cancelled."""
+    def let_in(self, fresh: bool) -> None:
+        """Whether sequences that were never admitted are let in from here on. The others go on."""
+    @property
+    def admitted(self) -> int:
+        """Sequences that were admitted and have not ended."""
+    def recompute_all(self) -> None:
+        """Gives up all K and V, cached ones too: sequences wait again, to be computed anew.
+
+        Raises:
+            RuntimeError: A step is in flight.
+        """
     def new_epoch(self) -> None:
         """Forgets everything that is cached. What is being computed goes on, and nothing of it is shared any more."""
     def check_integrity(self) -> None:

@@ -35,6 +35,7 @@ class _Record:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     timestamps: list[float] = field(default_factory=list)
+    epochs: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -158,6 +159,10 @@ class Books:
             record.tokens.extend(event.tokens)
             record.logprobs.extend(event.logprobs)
             record.timestamps.extend(event.timestamps)
+            ((_, epoch),) = event.epochs
+            if not record.epochs or record.epochs[-1][1] != epoch:
+                record.epochs.append((len(record.tokens) - 1, epoch))
+            output.epoch, output.epochs = _epochs(record.epochs, len(record.tokens))
             output.generated_tokens, output.logprobs = record.tokens[:], record.logprobs[:]
             output.status = RequestStatus.DECODING
             output.timestamps = record.timestamps[:] if record.record_timestamps else None
@@ -167,6 +172,7 @@ class Books:
         output.timestamps = event.timestamps if record.record_timestamps else None
         output.finish_reason = reason  # type: ignore[assignment]  # one of the four
         output.status = _STATUS[reason]
+        output.epoch, output.epochs = _epochs(event.epochs, len(event.tokens))
         output.error = event.error
         output.cached_tokens = event.cached_tokens
         started, ended = event.started, event.ended
@@ -199,3 +205,11 @@ class Books:
         batch.left -= 1
         if not batch.left:
             del self._batches[self._firsts[at]], self._firsts[at]
+
+
+def _epochs(changes: list[tuple[int, int]], tokens: int) -> tuple[int, list[int] | None]:
+    """The epoch of the last token, and those of all where they differ."""
+    if len(changes) < 2:
+        return changes[0][1] if changes else 0, None
+    ends = [place for place, _ in changes[1:]] + [tokens]
+    return changes[-1][1], [epoch for (start, epoch), end in zip(changes, ends, strict=True) for _ in range(start, end)]

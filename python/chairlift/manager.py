@@ -33,6 +33,7 @@ from chairlift.evaluation import evaluating
 from chairlift.kept import keep, let_go
 from chairlift.knowledge import Knowledge, forget_knowledge, keep_knowledge, knowledge_of
 from chairlift.outputs import GenerationOutput, GroupStats, Stats, WorkloadHints
+from chairlift.pause import Gate, InFlight, Kv, Pause
 from chairlift.probe import learn, require_model
 from chairlift.prompts import Prompt, Prompts, packed_prompts, prompt_array
 from chairlift.sampling.options import GenerationOptions, eos_tuple
@@ -145,6 +146,8 @@ class ContinuousBatchingManager:
         self._control = threading.Lock()  # of the thread: starting and ending it
         self._lock = threading.Lock()  # of the books
         self._books = Books()
+        self._gate = Gate(self._engine)
+        self._recomputes = False  # after the pause, if weights changed in it
         self._weights: Fingerprint | None = None
         self._keeps = False  # for the next session, once the loop has ended
         self._rests = True
@@ -218,11 +221,9 @@ class ContinuousBatchingManager:
             thread.join()
 
     def _launch(self, once: bool) -> None:
+        self._session.cache.take_again()
         self._notice_weights(once)
-        with self._modes.entered():
-            known = knowledge_of(self.model)
-        self._session.forward.forget(known.take_recordings())
-        self._knowledge = known
+        self._notice_model(always=True)
         self._stop_request = StopRequest()
         self._keeps = self._rests = False
         self._engine.reopen()
@@ -231,24 +232,150 @@ class ContinuousBatchingManager:
         self._thread = threading.Thread(target=self._run, name="chairlift-loop", daemon=True)
         self._thread.start()
 
-    def _notice_weights(self, once: bool) -> None:
+    def _notice_model(self, *, always: bool) -> None:
+        """Recordings of another model are worth nothing: takes over what is known of this one."""
+        with self._modes.entered():
+            known = knowledge_of(self.model)
+        if always or known is not self._knowledge:
+            self._session.forward.forget(known.take_recordings())
+        self._knowledge = known
+
+    def _notice_weights(self, once: bool = False, *, in_pause: bool = False) -> bool:
         """What other weights computed is worth nothing, nor are their packed copies: finds out whether the model's
-        changed since the last start."""
+        changed since the last start or pause."""
         first, self._was_started = not self._was_started, True
         weights = None
-        if (self.config.match_unit or self._linear_plan.least_rows) and not (first and once):
+        depends = self.config.match_unit or self._linear_plan.least_rows or in_pause
+        if depends and not (first and once):
             try:
                 weights = fingerprint(self.model)
             except TypeError as error:
-                if self.config.match_unit:
-                    logger.warning(f"The prefix cache starts empty each time the manager is started: {error}")
-        if weights is None or weights != self._weights:
-            if self.config.match_unit and not first:
+                if self.config.match_unit or in_pause:
+                    logger.warning(f"Weights count as changed at each start, and after each pause: {error}")
+        changed = weights is None or weights != self._weights
+        if changed:
+            if depends and not first:
                 self._engine.new_epoch()
             self._session.runner.linears = None  # gone before the new ones take their place
         runner = self._session.runner
         runner.linears = pack(self.model, self._linear_plan, runner.linears)
         self._weights = weights
+        return changed
+
+    # -------------------------------------------------------------------- pauses
+
+    def pause(
+        self,
+        requests: InFlight = "keep",
+        release_memory: bool = False,
+        kv: Kv | None = None,
+        timeout: float | None = None,
+    ) -> Pause:
+        """Lets the loop rest between two steps, so that the model is the caller's: to be trained, to be given other
+        weights, or to be called while nobody else computes. Modules that were in training mode are so again meanwhile.
+
+        Several threads may hold pauses; the loop goes on after the last. The manager looks then whether weights
+        changed: what others computed is shared no more with requests that come later, and packed copies and recordings
+        are made anew. Requests may be added and cancelled during a pause; what is added waits.
+
+        Args:
+            requests: What becomes of those in flight: `keep`, they stand still and go on afterwards; `wait`, those that
+                were begun come to their end first, the others stay in the queue; `abort`, all of them, the queued ones
+                too, end as cancelled.
+            release_memory: The cache's memory and packed copies of weights go back to the device (or the system) for
+                the time of the pause. What was cached is lost, and requests in flight are computed again from their
+                tokens.
+            kv: What requests in flight read after weights changed: `keep`, K and V as the old weights computed them for
+                their tokens so far; `recompute`, those of the new weights, for which their tokens are computed again.
+                None: `keep`, unless the memory is released.
+            timeout: How long to wait for the rest, in seconds. None: for ever.
+
+        Returns:
+            The pause: `with manager.pause(): ...`, or call its `resume()`.
+
+        Raises:
+            ValueError: A value that is none of those named, or `kv="keep"` with `release_memory`.
+            RuntimeError: The manager does not run, or the loop ended before it came to rest (the cause of its death is
+                chained); or the caller is the loop itself.
+            TimeoutError: The loop did not come to rest in time. It goes on.
+        """
+        pause = Pause(self, requests=requests, kv=kv, release_memory=release_memory)
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("pause() was called by the loop itself, which cannot wait for itself")
+        self._fail_if_dead()
+        if not self.is_running():
+            raise RuntimeError("the manager does not run: there is nothing to pause, and start() looks at the weights")
+        if not self._gate.hold(pause, self.is_running, timeout):
+            self._fail_if_dead()
+            if not self.is_running():
+                raise RuntimeError("the manager was stopped before the loop came to rest")
+            raise TimeoutError(f"the loop did not come to rest within {timeout} s (requests={requests!r})")
+        try:
+            with self._control:
+                self._recomputes |= pause.kv == "recompute"
+                if self._gate.rests:
+                    self._begin(pause)
+        except BaseException:
+            pause.resume()
+            raise
+        return pause
+
+    def _begin(self, pause: Pause) -> None:
+        """Does what a pause asks for while the loop rests."""
+        if pause.requests == "abort":
+            self._engine.cancel_all(time.perf_counter())
+        if pause.release_memory:
+            self._engine.recompute_all()
+            self._session.runner.linears = None
+            self._session.cache.give_back()
+
+    def is_paused(self) -> bool:
+        """Whether the loop rests, as somebody holds a pause."""
+        return self._gate.rests
+
+    def resume(self, pause: Pause) -> None:
+        """Ends a pause; see `Pause.resume`."""
+        release_team()  # this thread may have trained; from here on the loop's computes
+        with self._control:
+            held = self._gate.held
+            if pause not in held:
+                return
+            failed = None
+            if held == [pause] and self._gate.rests:
+                try:
+                    self._session.cache.take_again()
+                    if self._notice_weights(in_pause=True) and self._recomputes:
+                        self._engine.recompute_all()
+                    self._notice_model(always=False)
+                except BaseException as error:
+                    failed = error
+                self._recomputes = False
+            self._gate.let_go(pause, failed)
+        if failed is not None:
+            raise failed
+
+    def weights_changed(self, kv: Kv | None = None) -> None:
+        """Says that weights are others than before: the next request that comes shares nothing with those before, and
+        packed copies and recordings are made anew. A pause and a start find that out by themselves, where values
+        differ.
+
+        While the manager runs and no pause is held, it pauses for the moment.
+
+        Args:
+            kv: What requests in flight read from here on; see `pause`.
+
+        Raises:
+            ValueError, RuntimeError: As `pause`.
+        """
+        if self.is_running():
+            with self.pause(kv=kv):
+                self._weights = None
+        else:
+            self._weights = None
+
+    def _fail_if_dead(self) -> None:
+        if self.fatal_error is not None:
+            raise RuntimeError("the manager's loop died: make a new one") from self.fatal_error
 
     def reset_prefix_cache(self) -> None:
         """Forgets all K and V that are kept for prompts to come. Requests that run go on undisturbed; nothing that was
@@ -287,8 +414,17 @@ class ContinuousBatchingManager:
                 config is this one, with its prefix cache (as far as the weights are the same), its packed weights and
                 its recorded forward. `destroy_cached_continuous_batching_manager` lets it go.
             hard_stop: Queued and running requests fail.
+
+        Raises:
+            RuntimeError: The caller holds a pause and would wait for requests that stand still in it.
         """
         with self._control:
+            paused_here = any(pause.thread == threading.get_ident() for pause in self._gate.held)
+            if paused_here and block and timeout is None and not hard_stop and not self._engine.is_idle:
+                raise RuntimeError(
+                    "stop() would wait for requests that stand still while this thread holds a pause: resume it first, "
+                    "or stop with hard_stop=True"
+                )
             self._engine.close_inbox("the manager is stopped: call start() first")
             if self._thread is None:
                 unkept = " It is not kept for the next session." if keep_for_next_session else ""
@@ -709,8 +845,12 @@ class ContinuousBatchingManager:
     def _run(self) -> None:
         cause = "the manager is stopped"
         try:
-            with self._modes.entered(), evaluating(self.model):
-                run_sync(self._session, self._stop_request)
+            with self._modes.entered():
+                while self._gate.rest(self._stop_request):
+                    with evaluating(self.model):
+                        if not run_sync(self._session, self._stop_request, self._gate.is_due):
+                            break
+                    release_team()  # whoever holds the pause may compute now
             self._knowledge.give_recordings(self._session.forward.recordings)
         except BaseException as error:
             logger.error("the loop died", exc_info=error)
@@ -722,6 +862,7 @@ class ContinuousBatchingManager:
             self._engine.fail_all(cause, time.perf_counter())
         finally:
             # Whatever happened above, no reader waits for what will not come.
+            self._gate.end()
             self._engine.close_outbox(cause)
             _running.discard(self)
             with self._control:

@@ -36,6 +36,9 @@ class GenerationOutput:
         finish_reason: How it ended: `stop` (an end token), `length` (a bound on tokens), `cancelled` or `error`;
             None while it goes on.
         cached_tokens: Tokens of the prompt whose K and V were found in the prefix cache when it was first scheduled.
+        epoch: The version of the weights that chose the newest token. It rises each time the manager finds (or is told)
+            that they changed, and when the prefix cache is reset.
+        epochs: That of each generated token, where they differ; else None.
     """
 
     request_id: str
@@ -49,6 +52,8 @@ class GenerationOutput:
     timestamps: list[float] | None = None
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
+    epoch: int = 0
+    epochs: list[int] | None = None
 
     def is_finished(self) -> bool:
         """Whether nothing more will come: it finished, failed or was cancelled."""

@@ -1,5 +1,6 @@
 """The cache tensors: one storage of equal blocks, and each call's view of its pages in it."""
 
+import ctypes
 import mmap
 from collections import Counter
 from collections.abc import Sequence
@@ -86,6 +87,7 @@ class CacheTensors:
         blocks = num_blocks * geometry.num_groups + _native.NUM_TRASH_BLOCKS
         self.storage = cache_memory(blocks, geometry.block_bytes, calls[0].kind.device)
         self.host = cache_memory(swap_blocks, geometry.block_bytes, torch.device("cpu"))
+        self._given_back = 0  # bytes of the device
         if self.storage.is_cuda and swap_blocks:
             self.host = self.host.pin_memory()
         own = {call.ordinal: self._views(call) for call in calls if call.ordinal in geometry.places}
@@ -95,6 +97,29 @@ class CacheTensors:
     def nbytes(self) -> int:
         """Bytes of the storage."""
         return self.storage.nbytes
+
+    def give_back(self) -> None:
+        """Gives the memory to the system or the device. What is in it is lost; every view stays, and must not be used
+        before `take_again`."""
+        if not self.storage.is_cuda:
+            # The pages come back by themselves, as zeros, when they are written.
+            for memory in (self.storage, self.host):
+                _let_system_have(memory)
+        elif not self._given_back:
+            self._given_back = self.storage.untyped_storage().nbytes()
+            self.storage.untyped_storage().resize_(0)
+            torch.cuda.empty_cache()
+
+    def take_again(self) -> None:
+        """Takes the memory again, filled with zeros.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no room any more.
+        """
+        if self._given_back:
+            self.storage.untyped_storage().resize_(self._given_back)
+            self._given_back = 0
+            self.storage.zero_()
 
     def move(self, moves: BlockMoves) -> None:
         """Copies blocks, in the order in which the engine counts on it: to the host, from the host, then within the
@@ -126,6 +151,15 @@ class CacheTensors:
         k = view(first, kind.head_size)
         v = view(first + page_size * kind.num_kv_heads * kind.head_size, kind.head_size_v)
         return CallPages(group, k, v)
+
+
+def _let_system_have(memory: torch.Tensor) -> None:
+    """Gives the pages of memory from `cache_memory` back; reading them gives zeros from then on."""
+    start, size = memory.data_ptr(), memory.nbytes
+    if size and ctypes.CDLL(None, use_errno=True).madvise(
+        ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED
+    ):
+        raise OSError(ctypes.get_errno(), f"the system does not take {size:,} bytes of K and V back")
 
 
 def cache_memory(blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:

@@ -5,17 +5,19 @@ Beside this one, which commits a step before it plans the next, the async loop w
 
 import threading
 import time
+from collections.abc import Callable
 from enum import IntEnum
 
 import torch
 from transformers.utils import logging
 
+from chairlift import _native
 from chairlift.engine.session import Session
 
 logger = logging.get_logger(__name__)
 
 # An idle loop is woken by the inbox; this only bounds how long it sleeps.
-_IDLE_WAIT_S = 60.0
+IDLE_WAIT_S = 60.0
 
 
 class StopLevel(IntEnum):
@@ -44,19 +46,34 @@ class StopRequest:
             self._level = max(self._level, level)
 
 
-def run_sync(session: Session, stop: StopRequest) -> None:
-    """Commits step N, then plans step N + 1."""
+def run_sync(session: Session, stop: StopRequest, is_to_rest: Callable[[], bool]) -> bool:
+    """Commits step N, then plans step N + 1.
+
+    Args:
+        session: What runs.
+        stop: Ends the loop.
+        is_to_rest: Interrupts it: looked at between two steps.
+
+    Returns:
+        Whether it was interrupted; not, when it ended. No step is in flight then.
+    """
     engine, runner, slot = session.engine, session.runner, 0
-    step = engine.advance(None, slot, time.perf_counter())
+    done: int | None = None  # a slot whose results have arrived
     while True:
         if stop.level is StopLevel.HARD:
-            engine.fail_all("the manager was stopped (hard_stop) before the request ended", time.perf_counter())
-            return
+            engine.advance(done, None, time.perf_counter())
+            is_over(engine, stop)
+            return False
+        if is_to_rest():
+            engine.advance(done, None, time.perf_counter())
+            return True
+        step = engine.advance(done, slot, time.perf_counter())
+        done = None
         if step is None:
-            if stop.level is StopLevel.DRAIN and engine.is_idle:
-                return
-            engine.wait_for_work(_IDLE_WAIT_S)
-            step = engine.advance(None, slot, time.perf_counter())
+            if is_over(engine, stop):
+                return False
+            if not is_to_rest():
+                engine.wait_for_work(IDLE_WAIT_S)
             continue
         try:
             runner.run(step)
@@ -65,9 +82,15 @@ def run_sync(session: Session, stop: StopRequest) -> None:
                 raise
             logger.error("a step failed, and the requests in it with it", exc_info=error)
             engine.abandon(slot, time.perf_counter(), f"the step failed: {type(error).__name__}: {error}")
-            step = engine.advance(None, slot, time.perf_counter())
         else:
-            step = engine.advance(slot, slot, time.perf_counter())
+            done = slot
+
+
+def is_over(engine: _native.Engine, stop: StopRequest) -> bool:
+    """Whether a loop without a step in flight is to end; what it leaves undone fails."""
+    if stop.level is StopLevel.HARD:
+        engine.fail_all("the manager was stopped (hard_stop) before the request ended", time.perf_counter())
+    return stop.level is StopLevel.HARD or (stop.level is StopLevel.DRAIN and engine.is_idle)
 
 
 def _is_fault_of_device(error: Exception) -> bool:

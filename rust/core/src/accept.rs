@@ -1,6 +1,7 @@
 //! What comes through the inbox: requests become sequences, and cancellations end them.
 
 use crate::engine::Engine;
+use crate::epochs::TokenEpochs;
 use crate::hash::Key;
 use crate::ids::{BlockId, RequestId};
 use crate::inbox::Message;
@@ -101,6 +102,7 @@ impl Engine {
                 follows: None,
                 no_room: None,
                 epoch: 0,
+                epochs: TokenEpochs::new(self.epoch),
                 swapped: None,
                 eos: what.eos,
                 sampling: what.sampling,

@@ -34,6 +34,9 @@ impl Engine {
                 break;
             }
             let Some(id) = self.queue.next(&skipped) else { break };
+            if !self.lets_in && self.seqs[id].rest.admitted == 0 {
+                break;
+            }
             if self.waits_for_another(id) {
                 // That one is active and gets on, so this is no passing over.
                 skipped.push(id);

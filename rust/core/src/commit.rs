@@ -93,7 +93,7 @@ impl Engine {
                 self.end(entry.id, finish, now);
                 any_ended = true;
             } else if seq.streaming {
-                let news = News::Token { token, logprob, time: now };
+                let news = News::Token { token, logprob, time: now, epoch: flight.epoch };
                 self.events.push(Event { request: seq.request, news });
             }
         }
@@ -170,6 +170,8 @@ impl Engine {
             }
             seq.planned -= entry.len;
             seq.pending -= u32::from(entry.sampled);
+            let sampled = seq.known() - seq.rest.prompt_len;
+            seq.rest.epochs.sampled_so_far(sampled);
             seq.phase = entry.phase_before;
             seq.news_sent -= entry.news;
             self.ledger.release_tail(&mut seq.blocks, entry.blocks_before as usize, seq.in_flight);

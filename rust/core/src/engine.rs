@@ -71,6 +71,8 @@ pub(crate) struct Entry {
 pub(crate) struct Flight {
     /// Counts the steps as they are planned.
     pub number: u64,
+    /// The weights that it is computed with.
+    pub epoch: u64,
     pub entries: Vec<Entry>,
     /// Rows that a token is sampled for, and whether some of them record its logprob.
     pub sampled: usize,
@@ -147,6 +149,8 @@ pub struct Engine {
     pub(crate) planned_steps: u64,
     /// The regime that the last step left out: the next step is its.
     pub(crate) owed_regime: Option<bool>,
+    /// Whether sequences that were never admitted are let in.
+    pub(crate) lets_in: bool,
     /// Requests of several sequences, by their first: how many they had, and how many of them live.
     pub(crate) families: HashMap<RequestId, (u32, u32)>,
     /// Where decodes start when the budget of cache reads cut the last step short.
@@ -197,6 +201,7 @@ impl Engine {
             in_flight: [None, None],
             planned_steps: 0,
             owed_regime: None,
+            lets_in: true,
             families: HashMap::new(),
             decode_cursor: 0,
             steps_without_all_decodes: 0,
@@ -284,6 +289,7 @@ impl Engine {
             tokens: vec![],
             logprobs: vec![],
             timestamps: vec![],
+            epochs: vec![],
             cached_tokens: 0,
             finish,
             started: None,
@@ -312,6 +318,10 @@ impl Engine {
         self.active = ids;
         self.ledger.clear();
         self.epoch += 1;
+        for seq in self.seqs.values_mut() {
+            let sampled = seq.known() - seq.rest.prompt_len;
+            seq.rest.epochs.changed(sampled, self.epoch);
+        }
         Counters::add(&self.counters.epoch, 1);
         self.publish_gauges();
     }
@@ -328,15 +338,21 @@ impl Engine {
 
     /// Ends every request with that cause, those in the inbox too. Steps in flight are forgotten.
     pub fn fail_all(&mut self, cause: &str, now: f64) {
+        self.end_all(&Finish::Failed(cause.to_owned()), now);
+    }
+
+    /// Ends every request alike, in the order of their ids.
+    pub(crate) fn end_all(&mut self, finish: &Finish, now: f64) {
         // In the reverse order of their planning.
         if let Some(oldest) = self.oldest_in_flight() {
             self.undo(oldest.other(), None, now);
             self.undo(oldest, None, now);
         }
         self.read_inbox(now);
-        let ids: Vec<_> = self.seqs.keys().collect();
-        for id in ids {
-            self.end(id, Finish::Failed(cause.to_owned()), now);
+        let mut ids: Vec<_> = self.seqs.iter().map(|(id, seq)| (seq.request, id)).collect();
+        ids.sort_unstable();
+        for (_, id) in ids {
+            self.end(id, finish.clone(), now);
         }
         self.active.clear();
         self.publish_gauges();
@@ -378,11 +394,21 @@ impl Engine {
         Counters::add(counter, 1);
         let Sequence { tokens, request, rest, .. } = seq;
         let (mut prompt, tokens) = tokens.split(rest.prompt_len as usize);
-        let Rest { logprobs, timestamps, cached_tokens, started, .. } = *rest;
+        let Rest { logprobs, timestamps, cached_tokens, started, epochs, .. } = *rest;
+        let epochs = epochs.of(tokens.len());
         // It had room for all that was to come.
         prompt.shrink_to_fit();
-        let output =
-            Output { prompt, tokens, logprobs, timestamps, cached_tokens, finish, started, ended: now };
+        let output = Output {
+            prompt,
+            tokens,
+            logprobs,
+            timestamps,
+            epochs,
+            cached_tokens,
+            finish,
+            started,
+            ended: now,
+        };
         self.events.push(Event { request, news: News::End(Box::new(output)) });
     }
 

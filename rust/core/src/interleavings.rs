@@ -221,7 +221,7 @@ const ONE: RequestId = RequestId(1);
 const OTHER: RequestId = RequestId(2);
 
 fn token(request: RequestId, token: i32) -> Event {
-    Event { request, news: News::Token { token, logprob: None, time: 0.0 } }
+    Event { request, news: News::Token { token, logprob: None, time: 0.0, epoch: 0 } }
 }
 
 fn end(request: RequestId) -> Event {
@@ -231,6 +231,7 @@ fn end(request: RequestId) -> Event {
         tokens,
         logprobs,
         timestamps,
+        epochs: vec![],
         cached_tokens: 0,
         finish: Finish::Stop,
         started: None,

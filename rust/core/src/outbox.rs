@@ -22,6 +22,9 @@ pub struct Output {
     pub logprobs: Vec<f32>,
     /// Time of each token where they were asked for, else empty.
     pub timestamps: Vec<f64>,
+    /// The versions of the weights that chose the tokens: each with the place of the first token that it chose, from 0
+    /// on. Empty without tokens.
+    pub epochs: Vec<(u32, u64)>,
     /// Tokens of the prompt whose K and V were found in the prefix cache when it was first admitted.
     pub cached_tokens: u32,
     /// How it ended.
@@ -43,6 +46,8 @@ pub enum News {
         logprob: Option<f32>,
         /// When its step was committed.
         time: f64,
+        /// The version of the weights that chose it.
+        epoch: u64,
     },
     /// The terminal event: exactly one a request, and its last. Boxed, as the many tokens are small.
     End(Box<Output>),
@@ -278,7 +283,7 @@ mod tests {
     use super::*;
 
     fn token(request: u64, token: i32) -> Event {
-        Event { request: RequestId(request), news: News::Token { token, logprob: None, time: 0.0 } }
+        Event { request: RequestId(request), news: News::Token { token, logprob: None, time: 0.0, epoch: 0 } }
     }
 
     fn end(request: u64) -> Event {
@@ -287,6 +292,7 @@ mod tests {
             tokens: vec![],
             logprobs: vec![],
             timestamps: vec![],
+            epochs: vec![],
             cached_tokens: 0,
             finish: Finish::Stop,
             started: None,

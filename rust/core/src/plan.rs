@@ -60,7 +60,7 @@ impl Engine {
         }
         if flight.entries.is_empty() {
             debug_assert!(
-                self.seqs.is_empty() || self.has_step_in_flight(),
+                self.seqs.is_empty() || self.has_step_in_flight() || !self.lets_in,
                 "nothing could be planned although sequences are there"
             );
             self.spare.push(flight);
@@ -77,13 +77,13 @@ impl Engine {
         }
         let step = self.write(slot, &flight, arena);
         self.planned_steps += 1;
-        flight.number = self.planned_steps;
+        (flight.number, flight.epoch) = (self.planned_steps, self.epoch);
         self.in_flight[slot.index()] = Some(flight);
         Some(step)
     }
 
     /// Sequences that have outgrown the first regime wait again, to be computed from the start in the second.
-    fn cross_over(&mut self) {
+    pub(crate) fn cross_over(&mut self) {
         if self.config.first_regime.is_none() {
             return;
         }

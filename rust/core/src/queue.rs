@@ -78,6 +78,11 @@ impl WaitingQueue {
         self.victims.len() + self.fresh
     }
 
+    /// Victims that wait.
+    pub fn victims(&self) -> usize {
+        self.victims.len()
+    }
+
     /// A sequence of a tenant comes. One that had nothing here has no claim from the time when it was away.
     pub fn arrives(&mut self, name: &str) -> TenantId {
         self.settle();

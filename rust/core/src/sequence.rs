@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::config::EngineConfig;
+use crate::epochs::TokenEpochs;
 use crate::hash::Key;
 use crate::ids::{BlockId, RequestId, RowId};
 use crate::pool::Tickets;
@@ -197,6 +198,8 @@ pub(crate) struct Rest {
     pub no_room: Option<(u32, u64)>,
     /// The weights that computed its K and V.
     pub epoch: u64,
+    /// The weights that chose its tokens.
+    pub epochs: TokenEpochs,
     /// What it left on the host as a victim.
     pub swapped: Option<Swapped>,
     pub eos: Arc<[i32]>,

@@ -199,6 +199,7 @@ pub struct Event {
     tokens: Vec<i32>,
     logprobs: Vec<f32>,
     timestamps: Vec<f64>,
+    epochs: Vec<(u32, u64)>,
     cached_tokens: u32,
     started: Option<f64>,
     ended: Option<f64>,
@@ -208,7 +209,7 @@ impl From<core::Event> for Event {
     fn from(event: core::Event) -> Self {
         let request = event.request.get();
         match event.news {
-            core::News::Token { token, logprob, time } => Self {
+            core::News::Token { token, logprob, time, epoch } => Self {
                 request,
                 finish_reason: None,
                 error: None,
@@ -216,6 +217,7 @@ impl From<core::Event> for Event {
                 tokens: vec![token],
                 logprobs: logprob.into_iter().collect(),
                 timestamps: vec![time],
+                epochs: vec![(0, epoch)],
                 cached_tokens: 0,
                 started: None,
                 ended: None,
@@ -235,6 +237,7 @@ impl From<core::Event> for Event {
                     tokens: output.tokens,
                     logprobs: output.logprobs,
                     timestamps: output.timestamps,
+                    epochs: output.epochs,
                     cached_tokens: output.cached_tokens,
                     started: output.started,
                     ended: Some(output.ended),
@@ -412,6 +415,24 @@ impl Engine {
     fn abandon(&self, py: Python<'_>, slot_index: usize, now: f64, cause: Option<&str>) -> PyResult<()> {
         let slot = slot(slot_index)?;
         py.detach(|| self.lock().engine.abandon(slot, cause, now)).map_err(to_python)
+    }
+
+    /// See `core::Engine::let_in`.
+    fn let_in(&self, py: Python<'_>, fresh: bool) {
+        py.detach(|| self.lock().engine.let_in(fresh));
+    }
+
+    #[getter]
+    fn admitted(&self, py: Python<'_>) -> usize {
+        py.detach(|| self.lock().engine.admitted())
+    }
+
+    fn cancel_all(&self, py: Python<'_>, now: f64) {
+        py.detach(|| self.lock().engine.cancel_all(now));
+    }
+
+    fn recompute_all(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.lock().engine.recompute_all()).map_err(to_python)
     }
 
     fn fail_all(&self, py: Python<'_>, cause: &str, now: f64) {

@@ -44,6 +44,10 @@ enum Op {
         oldest: bool,
     },
     NewEpoch,
+    /// Lets nobody in from here on who was never admitted; or lets them in again.
+    LetIn(bool),
+    RecomputeAll,
+    CancelAll,
 }
 
 fn config() -> impl Strategy<Value = EngineConfig> {
@@ -128,6 +132,8 @@ fn op() -> impl Strategy<Value = Op> {
         1 => any::<bool>().prop_map(|oldest| Op::Abandon { oldest }),
         1 => any::<bool>().prop_map(|oldest| Op::Fail { oldest }),
         1 => prop::sample::select(vec![Op::NewEpoch, Op::Step, Op::Step, Op::Step]),
+        1 => prop::sample::select(vec![Op::LetIn(false), Op::LetIn(true), Op::LetIn(true), Op::RecomputeAll]),
+        1 => (0..8).prop_map(|nth| if nth == 0 { Op::CancelAll } else { Op::Step }),
     ]
 }
 
@@ -207,6 +213,7 @@ impl Pair {
             eos: what.eos,
             salt: what.salt,
             tokens: tokens.clone(),
+            epochs: vec![],
             computed: 0,
             planned: 0,
             pending: 0,
@@ -258,7 +265,7 @@ impl Pair {
             if let (Some(expected), Some(naive)) = (expected, &self.naive) {
                 assert_eq!(expected, []);
                 assert!(
-                    naive.seqs.is_empty() || !self.flights.is_empty(),
+                    naive.seqs.is_empty() || !self.flights.is_empty() || !naive.lets_in,
                     "nothing planned, but something waits"
                 );
             }
@@ -329,6 +336,33 @@ impl Pair {
         self.check();
     }
 
+    fn let_in(&mut self, fresh: bool) {
+        self.engine.let_in(fresh);
+        if let Some(naive) = &mut self.naive {
+            naive.lets_in = fresh;
+        }
+    }
+
+    fn recompute_all(&mut self) {
+        let done = self.engine.recompute_all();
+        assert_eq!(done.is_ok(), self.flights.is_empty(), "{done:?}");
+        if let Some(naive) = self.naive.as_mut().filter(|_| done.is_ok()) {
+            naive.recompute_all();
+        }
+        self.check();
+    }
+
+    fn cancel_all(&mut self) {
+        self.engine.cancel_all(self.now);
+        self.flights.clear();
+        self.device.back_to(LastStep::default());
+        if let Some(naive) = &mut self.naive {
+            naive.cancel_all();
+        }
+        self.check();
+        assert!(self.engine.is_idle());
+    }
+
     /// Books, states and events.
     fn check(&mut self) {
         self.ops += 1;
@@ -340,9 +374,13 @@ impl Pair {
                 assert_eq!(output.tokens.len(), output.timestamps.len());
                 let pairs = output.tokens.iter().zip(&output.logprobs);
                 assert!(pairs.into_iter().all(|(&token, &logprob)| -(token as f32) == logprob));
+                let places = 0..output.tokens.len() as u32;
+                let runs = output.epochs.iter().rev();
+                let epoch_of = |place| runs.clone().find(|&&(first, _)| first <= place).unwrap().1;
                 ended.push((
                     event.request.get(),
                     output.tokens,
+                    places.map(epoch_of).collect(),
                     output.finish,
                     output.cached_tokens as usize,
                 ));
@@ -359,7 +397,7 @@ impl Pair {
             assert_eq!(offloads, of_twin, "soft resets, swaps out and in, crossings");
         }
         let sees_all = self.engine.config().groups.contains(&Reach::Full);
-        for (request, tokens, finish, _) in ended {
+        for (request, tokens, _, finish, _) in ended {
             if let Finish::Failed(cause) = finish {
                 assert_eq!(cause, "broken", "{tokens:?}");
             }
@@ -387,8 +425,12 @@ impl Pair {
                 Op::Abandon { oldest } => self.abandon(*oldest, None),
                 Op::Fail { oldest } => self.abandon(*oldest, Some("broken")),
                 Op::NewEpoch => self.new_epoch(),
+                Op::LetIn(fresh) => self.let_in(*fresh),
+                Op::RecomputeAll => self.recompute_all(),
+                Op::CancelAll => self.cancel_all(),
             }
         }
+        self.let_in(true);
         // Whatever was left ends by itself, and everything comes back.
         let mut steps = 0;
         while self.step() {

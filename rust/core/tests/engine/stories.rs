@@ -484,6 +484,62 @@ fn failing_all_ends_what_is_active_what_waits_and_what_nobody_read() {
 }
 
 #[test]
+fn while_nobody_fresh_is_let_in_those_that_were_admitted_end() {
+    let mut story = Story::new(EngineConfig { max_requests_per_batch: 2, ..config(2, 8, 32) });
+    let (first, second) = (story.submit(4, 11), story.submit(4, 11));
+    story.step();
+    let fresh = story.submit(2, 1);
+    story.engine.let_in(false);
+    // One of the two loses its blocks on the way: a victim comes back all the same.
+    let ends = story.run_out();
+    assert!(story.engine.counters().snapshot().soft_resets > 0);
+    assert_eq!(story.engine.admitted(), 0);
+    assert_eq!(ends.iter().map(|end| end.0).collect::<Vec<_>>(), [first.get(), second.get()]);
+    story.engine.let_in(true);
+    assert_eq!(story.run_out(), [(fresh.get(), Finish::Length, 1)]);
+}
+
+#[test]
+fn what_was_computed_is_given_up_and_computed_again() {
+    let mut story = Story::new(EngineConfig { match_unit: 4, ..config(4, 16, 16) });
+    let request = story.submit(6, 4);
+    story.step();
+    story.step();
+    story.plan();
+    let refused = story.engine.recompute_all().unwrap_err();
+    assert!(matches!(refused, Error::SlotMisused { .. }), "{refused}");
+    story.engine.abandon(Slot::A, None, story.now).unwrap();
+    story.engine.recompute_all().unwrap();
+    story.engine.check_integrity().unwrap();
+    let stats = story.engine.counters().snapshot();
+    assert_eq!((stats.free_blocks, stats.waiting, stats.running, stats.soft_resets), (16, 1, 0, 1));
+    // The two tokens that it has so far are computed with the prompt.
+    assert_eq!(story.step(), [(0, 8)]);
+    assert_eq!(story.run_out(), [(request.get(), Finish::Length, 4)]);
+}
+
+#[test]
+fn an_output_tells_which_weights_chose_each_token() {
+    let mut story = Story::new(config(4, 16, 16));
+    story.engine.new_epoch();
+    story.submit(6, 5);
+    story.submit(6, 1);
+    story.step();
+    story.step();
+    story.engine.new_epoch();
+    story.engine.new_epoch();
+    story.submit(3, 1);
+    while !story.step().is_empty() {}
+    let mut epochs = Vec::new();
+    while let Some(event) = story.engine.outbox().take_next() {
+        if let News::End(output) = event.news {
+            epochs.push((event.request.get(), output.epochs));
+        }
+    }
+    assert_eq!(epochs, [(1, vec![(0, 1)]), (2, vec![(0, 3)]), (0, vec![(0, 1), (2, 3)])]);
+}
+
+#[test]
 fn the_draws_of_two_requests_differ_and_those_of_one_seed_do_not() {
     let mut story = Story::new(config(4, 16, 32));
     let draw = |seed| Request {

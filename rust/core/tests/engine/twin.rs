@@ -3,7 +3,7 @@
 //! It keeps the pool as a list of blocks with the texts that are known to be in them, and finds a prefix by comparing
 //! whole texts. It predicts every row of every step, every event, and the number of blocks in each state.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use chairlift_core::{CONTINUATIONS, EngineConfig, Eviction, Fairness, Finish, Policy, Reach};
 
@@ -21,6 +21,8 @@ pub struct NaiveSeq {
     pub eos: i32,
     pub salt: i32,
     pub tokens: Vec<i32>,
+    /// The weights that chose each generated token.
+    pub epochs: Vec<u64>,
     pub computed: usize,
     pub planned: usize,
     /// Tokens that steps in flight sample.
@@ -95,6 +97,7 @@ pub struct NaiveRow {
 #[derive(Debug, Clone, Default)]
 pub struct NaiveStep {
     pub slot: usize,
+    epoch: u64,
     pub rows: Vec<NaiveRow>,
     /// Blocks that are copied from.
     pins: Vec<usize>,
@@ -109,7 +112,9 @@ pub struct Naive {
     pub seqs: Vec<NaiveSeq>,
     /// Submitted sequences of a request, or the request to cancel.
     pub inbox: Vec<Result<Vec<NaiveSeq>, u64>>,
-    pub ended: Vec<(u64, Vec<i32>, Finish, usize)>,
+    pub ended: Vec<(u64, Vec<i32>, Vec<u64>, Finish, usize)>,
+    /// Whether those that were never admitted are let in.
+    pub lets_in: bool,
     pub flights: Vec<NaiveStep>,
     pub blocks: BTreeMap<usize, NaiveBlock>,
     next_block: usize,
@@ -186,6 +191,7 @@ impl Naive {
             seqs: vec![],
             inbox: vec![],
             ended: vec![],
+            lets_in: true,
             flights: vec![],
             blocks: BTreeMap::new(),
             next_block: 0,
@@ -663,6 +669,33 @@ impl Naive {
         self.blocks.retain(|_, block| block.owners > 0 || block.busy != [false; 2]);
     }
 
+    /// While no step is in flight: everything that was computed is given up.
+    pub fn recompute_all(&mut self) {
+        self.cross_over();
+        for at in 0..self.seqs.len() {
+            if self.seqs[at].active {
+                self.leave(at);
+                self.soft_resets += 1;
+            } else if self.seqs[at].swapped.is_some() {
+                self.drop_swapped(at);
+                self.soft_resets += 1;
+            }
+        }
+        self.unsent.clear();
+        self.blocks.clear();
+    }
+
+    pub fn cancel_all(&mut self) {
+        if let Some(slot) = self.flights.first().map(|oldest| oldest.slot) {
+            self.abandon(slot, None);
+        }
+        self.read_inbox();
+        let requests: BTreeSet<u64> = self.seqs.iter().map(|seq| seq.request).collect();
+        for request in requests {
+            self.end(request, Finish::Cancelled);
+        }
+    }
+
     // ------------------------------------------------------------- coming, going
 
     pub fn find(&self, request: u64) -> Option<usize> {
@@ -678,7 +711,8 @@ impl Naive {
         if seq.active && seq.in_flight != [false; 2] {
             self.busy_rows.push(seq.in_flight);
         }
-        self.ended.push((request, seq.tokens[seq.prompt..].to_vec(), finish, seq.cached_tokens));
+        let tokens = seq.tokens[seq.prompt..].to_vec();
+        self.ended.push((request, tokens, seq.epochs, finish, seq.cached_tokens));
     }
 
     pub fn read_inbox(&mut self) {
@@ -767,7 +801,7 @@ impl Naive {
         self.cross_over();
         let mut owed = self.owed.take();
         loop {
-            let mut step = NaiveStep { slot, ..NaiveStep::default() };
+            let mut step = NaiveStep { slot, epoch: self.epoch, ..NaiveStep::default() };
             let mut starved: Vec<u64> = Vec::new();
             let mut left = Budget {
                 tokens: self.config.max_batch_tokens as usize,
@@ -986,8 +1020,8 @@ impl Naive {
                 Some(at) if skipped.is_empty() => at,
                 Some(_) => return,
                 None => match fresh.first() {
-                    Some(&at) => at,
-                    None => return,
+                    Some(&at) if self.lets_in => at,
+                    _ => return,
                 },
             };
             let seq = &self.seqs[candidate];
@@ -1120,6 +1154,7 @@ impl Naive {
             let seq = &mut self.seqs[at];
             seq.pending -= 1;
             seq.tokens.push(token);
+            seq.epochs.push(step.epoch);
             let (len, max_len, eos) = (seq.tokens.len(), seq.max_len, seq.eos);
             if token == eos {
                 self.end(row.request, Finish::Stop);
