@@ -154,9 +154,9 @@ def test_k_and_v_that_are_kept_are_those_of_the_old_weights(model: PreTrainedMod
     # What goes on: the newest token is the first that the new weights compute, over K and V of the old ones.
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        old(torch.tensor([PROMPT + tokens[:-1]]), past_key_values=cache)
+        old(torch.tensor([PROMPT + tokens[:-1]]), cache=cache)
         for token in output.generated_tokens[by_old:]:
-            logits = model(torch.tensor([tokens[-1:]]), past_key_values=cache).logits[0, -1]
+            logits = model(torch.tensor([tokens[-1:]]), cache=cache).logits[0, -1]
             assert logits.max() - logits[token] < 1e-4
             tokens.append(token)
 

@@ -363,7 +363,7 @@ class Ended:
     """The last event of a sequence."""
 
     finish_reason, error, started, ended, cached_tokens = "stop", None, 0.0, 1.0, 0
-    prompt, tokens, logprobs, timestamps = [5], [6], [], []
+    prompt, tokens, logprobs, timestamps, epochs = [5], [6], [], [], [(0, 0)]
 
     def __init__(self, request: int) -> None:
         self.request = request

@@ -569,6 +569,20 @@ class Engine:
         """Takes the oldest event of that request, if there is one."""
     def take_next(self) -> Event | None:
         """Takes the oldest event that nobody claims, if there is one."""
+    def listen(self, request: int, listener: int) -> None:
+        """Gives the events of a request, those that are there too, to a listener alone, until `unlisten` or its
+        terminal event. Listeners are numbered by the caller; a later one takes the place of the first."""
+    def unlisten(self, request: int) -> None:
+        """Ends `listen`: events that were not taken are for the others again."""
+    def take_heard(self, listener: int) -> Event | None:
+        """Takes the oldest event for a listener. After None it is told again of what comes."""
+    def wait_heard(self, timeout_s: float) -> list[int]:
+        """Waits until there is something for a listener that it was not told of, and names those listeners; none, when
+        time is up.
+
+        Raises:
+            EngineClosed: None is there and none will come.
+        """
     @property
     def queued(self) -> int:
         """Requests submitted and not yet admitted for the first time."""

@@ -6,12 +6,13 @@ Events of the engine become outputs here. It locks nothing: the manager does.
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from chairlift import _native
-from chairlift.outputs import GenerationOutput, RequestStatus
+from chairlift.outputs import GenerationOutput, Later, RequestStatus, leading
 from chairlift.prompts import Prompts
 
 _STATUS = {
@@ -36,6 +37,29 @@ class _Record:
     logprobs: list[float] = field(default_factory=list)
     timestamps: list[float] = field(default_factory=list)
     epochs: list[tuple[int, int]] = field(default_factory=list)
+    prompt_ids: list[int] | None = None
+
+    def add(self, event: _native.Event) -> None:
+        """Takes the news of a token in."""
+        ((_, epoch),) = event.epochs
+        if not self.epochs or self.epochs[-1][1] != epoch:
+            self.epochs.append((len(self.tokens), epoch))
+        self.tokens.extend(event.tokens)
+        self.logprobs.extend(event.logprobs)
+        self.timestamps.extend(event.timestamps)
+
+    def show(self, output: GenerationOutput) -> None:
+        """Gives an output what there is now, in a time that does not depend on how much that is."""
+        if self.prompt_ids is None:
+            self.prompt_ids = [] if self.prompt is None else self.prompt.tolist()
+        count, changes = len(self.tokens), len(self.epochs)
+        given: Any = output  # lists are made when somebody looks
+        given.prompt_ids = leading(self.prompt_ids, len(self.prompt_ids))
+        given.generated_tokens = leading(self.tokens, count)
+        given.logprobs = leading(self.logprobs, len(self.logprobs))
+        given.timestamps = leading(self.timestamps, count) if self.record_timestamps else None
+        output.epoch = self.epochs[-1][1]
+        given.epochs = Later(lambda: _epochs(self.epochs[:changes], count)[1]) if changes > 1 else None
 
 
 @dataclass
@@ -151,28 +175,23 @@ class Books:
         record = self._records.get(event.request) or self._of_batch(event.request)
         if record is None:
             raise AssertionError(f"an event of sequence {event.request}, which nobody submitted")
-        prompt = event.prompt if record.prompt is None else record.prompt.tolist()
-        output = GenerationOutput(record.label, prompt, created_time=record.created)
-        reason = event.finish_reason
+        output = GenerationOutput(record.label, created_time=record.created)
+        reason, before = event.finish_reason, len(record.tokens)
         if reason is None:
             self._records[event.request] = record
-            record.tokens.extend(event.tokens)
-            record.logprobs.extend(event.logprobs)
-            record.timestamps.extend(event.timestamps)
-            ((_, epoch),) = event.epochs
-            if not record.epochs or record.epochs[-1][1] != epoch:
-                record.epochs.append((len(record.tokens) - 1, epoch))
-            output.epoch, output.epochs = _epochs(record.epochs, len(record.tokens))
-            output.generated_tokens, output.logprobs = record.tokens[:], record.logprobs[:]
+            record.add(event)
+            record.show(output)
+            output.new_tokens, output.new_logprobs = event.tokens, event.logprobs
             output.status = RequestStatus.DECODING
-            output.timestamps = record.timestamps[:] if record.record_timestamps else None
             return output
         self._close(event.request, record)
+        output.prompt_ids = event.prompt if record.prompt is None else record.prompt.tolist()
         output.generated_tokens, output.logprobs = event.tokens, event.logprobs
+        output.new_tokens, output.new_logprobs = output.generated_tokens[before:], output.logprobs[before:]
         output.timestamps = event.timestamps if record.record_timestamps else None
         output.finish_reason = reason  # type: ignore[assignment]  # one of the four
         output.status = _STATUS[reason]
-        output.epoch, output.epochs = _epochs(event.epochs, len(event.tokens))
+        output.epoch, output.epochs = _epochs(event.epochs, len(output.generated_tokens))
         output.error = event.error
         output.cached_tokens = event.cached_tokens
         started, ended = event.started, event.ended

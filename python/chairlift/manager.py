@@ -1,5 +1,6 @@
 """`ContinuousBatchingManager`: requests in, outputs out, and the thread that runs the loop between them."""
 
+import asyncio
 import atexit
 import contextlib
 import threading
@@ -30,6 +31,8 @@ from chairlift.engine.openmp import release_team
 from chairlift.engine.session import Session
 from chairlift.engine.sizing import batch_cost, resolve
 from chairlift.evaluation import evaluating
+from chairlift.handle import RequestHandle
+from chairlift.handlers import Handler, Handlers
 from chairlift.kept import keep, let_go
 from chairlift.knowledge import Knowledge, forget_knowledge, keep_knowledge, knowledge_of
 from chairlift.outputs import GenerationOutput, GroupStats, Stats, WorkloadHints
@@ -146,6 +149,7 @@ class ContinuousBatchingManager:
         self._control = threading.Lock()  # of the thread: starting and ending it
         self._lock = threading.Lock()  # of the books
         self._books = Books()
+        self._handlers = Handlers(self._engine, self._lock, self._books.output)
         self._gate = Gate(self._engine)
         self._recomputes = False  # after the pause, if weights changed in it
         self._weights: Fingerprint | None = None
@@ -463,6 +467,8 @@ class ContinuousBatchingManager:
             self._session.runner.linears = None
             self._engine.close_inbox("the manager was destroyed")
             self._engine.fail_all("the manager was destroyed", time.perf_counter())
+        with self._lock:
+            self._handlers.clear()
 
     # ----------------------------------------------------------------- requests
 
@@ -505,6 +511,69 @@ class ContinuousBatchingManager:
         A stopped manager takes no requests: it says so in a warning, and the output comes failed at once. One that is
         not started yet takes them, and serves them from its start on.
         """
+        label, _ = self._hand_over(
+            input_ids,
+            request_id,
+            max_new_tokens,
+            streaming=streaming,
+            record_timestamps=record_timestamps,
+            eos_token_id=eos_token_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
+        )
+        return label
+
+    def submit(
+        self,
+        input_ids: Prompt,
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
+    ) -> RequestHandle:
+        """Hands a request over, as `add_request` does, and returns a handle: `handle.result()`, `await handle`,
+        `for output in handle` or `async for output in handle`. Nobody else gets the request's outputs while it is kept.
+
+        Raises:
+            As `add_request`.
+        """
+        label, first = self._hand_over(
+            input_ids,
+            request_id,
+            max_new_tokens,
+            streaming=streaming,
+            record_timestamps=record_timestamps,
+            eos_token_id=eos_token_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            claims=True,
+        )
+        names = self.family(label)
+        children = [RequestHandle(self, name, first + nth, ()) for nth, name in enumerate(names[1:], 1)]
+        return RequestHandle(self, label, first, tuple(children))
+
+    def _hand_over(
+        self,
+        input_ids: Prompt,
+        request_id: str | None,
+        max_new_tokens: int | None,
+        *,
+        streaming: bool,
+        record_timestamps: bool,
+        eos_token_id: int | list[int] | None,
+        priority: int,
+        cache_salt: str | None,
+        tenant: str | None,
+        claims: bool = False,
+    ) -> tuple[str, int]:
+        """Hands a request over; its label, and the id of its first sequence. With `claims` its events are for those
+        that ask for them by name."""
         prompt = prompt_array(input_ids)
         if max_new_tokens is None:
             max_new_tokens = self.options.new_tokens_for(len(prompt), self._token_limit)
@@ -518,7 +587,7 @@ class ContinuousBatchingManager:
             (label,) = self._books.free_labels(1, self.family) if request_id is None else [request_id]
             labels = self.family(label)
             self._check_free(labels)
-            self._enter(
+            first = self._enter(
                 lambda: self._engine.submit(
                     prompt,
                     max_new_tokens=min(max_new_tokens, _MOST_NEW_TOKENS),
@@ -537,8 +606,9 @@ class ContinuousBatchingManager:
                 streaming=streaming,
                 record_timestamps=record_timestamps,
                 numbered=request_id is None,
+                claims=claims,
             )
-        return label
+        return label, first
 
     def add_requests(
         self,
@@ -620,8 +690,10 @@ class ContinuousBatchingManager:
         streaming: bool,
         record_timestamps: bool,
         numbered: bool,
-    ) -> None:
-        """Submits sequences and enters them into the books; those that come too late get their failed outputs."""
+        claims: bool = False,
+    ) -> int:
+        """Submits sequences and enters them into the books; those that come too late get their failed outputs. Returns
+        the id of the first."""
         created = time.perf_counter()
         kept = prompts if streaming else None
         try:
@@ -639,6 +711,12 @@ class ContinuousBatchingManager:
             record_timestamps=record_timestamps,
             numbered=numbered,
         )
+        if claims or self._handlers.awaits:
+            for sequence, label in enumerate(labels, first):
+                if claims:
+                    self._engine.claim(sequence)
+                self._handlers.come(label, sequence)
+        return first
 
     def _check_rules(self, priority: int, cache_salt: str | None, tenant: str | None) -> None:
         if isinstance(priority, bool) or not isinstance(priority, int):
@@ -718,7 +796,7 @@ class ContinuousBatchingManager:
 
         Raises:
             KeyError: No request of that label is in flight or has an output to be taken.
-            RuntimeError: The loop died; its cause is chained.
+            RuntimeError: The loop died (its cause is chained), or the request has a result handler.
         """
         if request_id is not None:
             with self._claimed(request_id) as ordinal:
@@ -752,11 +830,50 @@ class ContinuousBatchingManager:
                 if output.is_finished():
                     return
 
+    def register_result_handler(self, request_id: str, callback: Handler) -> None:
+        """Gives every output of a request to a callback, on the event loop that runs here: one for each token where it
+        streams, else the last. The callback goes with the last output. Nobody else gets them meanwhile.
+
+        It may be registered before the request is added; outputs that are there already come too. A second one takes
+        the place of the first. An exception that it raises goes to the event loop's exception handler. Where an event
+        loop is closed before the end, outputs that were not handed out are for the other readers.
+
+        Args:
+            request_id: The request's label. With several sequences, each has its own.
+            callback: Called with each output.
+
+        Raises:
+            RuntimeError: No event loop runs in this thread; or the manager was destroyed.
+        """
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if self._destroyed:
+                raise RuntimeError("the manager was destroyed: make a new one")
+            if request_id in self._books:
+                self._handlers.add(self._books.id_of(request_id), loop, callback)
+            else:
+                self._handlers.await_label(request_id, loop, callback)
+
+    def unregister_result_handler(self, request_id: str) -> None:
+        """Takes a request's handler away: outputs to come are for the other readers.
+
+        Raises:
+            KeyError: It has none.
+        """
+        with self._lock:
+            sequence = self._books.id_of(request_id) if request_id in self._books else None
+            if sequence is not None and sequence in self._handlers:
+                self._handlers.remove(sequence)
+            elif not self._handlers.stop_awaiting(request_id):
+                raise KeyError(f"request {request_id!r} has no result handler")
+
     @contextlib.contextmanager
     def _claimed(self, request_id: str) -> Iterator[int]:
         with self._lock:
             # The last output is taken under this lock too: a claim on what has ended cannot come to be.
             ordinal = self._books.id_of(request_id)
+            if ordinal in self._handlers:
+                raise RuntimeError(f"request {request_id!r} has a result handler, which gets its outputs")
             self._engine.claim(ordinal)
         try:
             yield ordinal

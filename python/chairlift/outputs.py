@@ -1,6 +1,7 @@
 """What users get back: outputs, their status, and the hints they give about their workload."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any, Literal
@@ -17,6 +18,47 @@ class RequestStatus(IntEnum):
     FINISHED = 3
     FAILED = 4
     CANCELLED = 5
+
+
+class Later:
+    """A list that is made when somebody looks: most readers of a stream look at what is new."""
+
+    __slots__ = ("make",)
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made = self.make()
+        return (list, (made,)) if isinstance(made, list) else (_nothing, ())
+
+
+def leading(items: list[Any], count: int) -> Later:
+    """The first items of a list that only grows."""
+    return Later(lambda: items[:count])
+
+
+def _nothing() -> None:
+    return None
+
+
+class _MadeWhenLookedAt:
+    """An attribute that may be given as a `Later`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, output: Any, _: type | None = None) -> Any:
+        if output is None:
+            raise AttributeError(self._name)  # the class itself has no such attribute
+        values = output.__dict__
+        value = values[self._name]
+        if isinstance(value, Later):
+            value = values[self._name] = value.make()
+        return value
+
+    def __set__(self, output: Any, value: Any) -> None:
+        output.__dict__[self._name] = value
 
 
 @dataclass
@@ -39,6 +81,9 @@ class GenerationOutput:
         epoch: The version of the weights that chose the newest token. It rises each time the manager finds (or is told)
             that they changed, and when the prefix cache is reset.
         epochs: That of each generated token, where they differ; else None.
+        new_tokens: The generated tokens that no output before brought: one each time while a request streams, all of
+            them where the end is its only output.
+        new_logprobs: Their logprobs.
     """
 
     request_id: str
@@ -54,10 +99,19 @@ class GenerationOutput:
     cached_tokens: int = 0
     epoch: int = 0
     epochs: list[int] | None = None
+    new_tokens: list[int] = field(default_factory=list)
+    new_logprobs: list[float] = field(default_factory=list)
 
     def is_finished(self) -> bool:
         """Whether nothing more will come: it finished, failed or was cancelled."""
         return self.status >= RequestStatus.FINISHED
+
+
+# After the class was made: its fields have the defaults that they say.
+for _name in ("prompt_ids", "generated_tokens", "logprobs", "timestamps", "epochs"):
+    _attribute = _MadeWhenLookedAt()
+    _attribute.__set_name__(GenerationOutput, _name)
+    setattr(GenerationOutput, _name, _attribute)
 
 
 @dataclass(frozen=True)

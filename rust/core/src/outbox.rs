@@ -1,6 +1,7 @@
 //! The outbox: how events reach the readers. An event stays until one reader takes it.
 //!
-//! A reader that waits for one request gets that request's events before readers of the common queue do.
+//! A reader that waits for one request gets that request's events before readers of the common queue do, and a listener
+//! that was named for it before both.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
@@ -98,6 +99,18 @@ impl Hasher for OrdinalHasher {
     }
 }
 
+/// Who takes the events of some requests as they come: an event loop, say. Numbered by the caller.
+type Listener = u64;
+
+/// What a listener has to take.
+#[derive(Debug, Default)]
+struct Line {
+    /// Whose events came, in order; some may have been taken otherwise.
+    ready: VecDeque<RequestId>,
+    /// Whether the listener is in `untold`, or was told and has not taken all.
+    told: bool,
+}
+
 #[derive(Debug, Default)]
 struct Shelf {
     /// Events of each request, oldest first, with their place in the common order. Kept until the last is taken, so
@@ -110,6 +123,11 @@ struct Shelf {
     next_place: u64,
     /// Readers of one request. Its terminal event, once taken, ends them all.
     claims: ById<usize>,
+    /// Requests whose events a listener takes.
+    heard_by: ById<Listener>,
+    lines: HashMap<Listener, Line>,
+    /// Listeners that are to be told that there is something for them.
+    untold: Vec<Listener>,
     closed: Option<String>,
 }
 
@@ -119,6 +137,17 @@ impl Shelf {
         self.by_request.entry(request).or_default().push_back((self.next_place, news));
         self.next_place += 1;
         self.len += 1;
+        self.tell(request);
+    }
+
+    /// There is one more event of a request: its listener, if it has one, is to know.
+    fn tell(&mut self, request: RequestId) {
+        let Some(&listener) = self.heard_by.get(&request) else { return };
+        let line = self.lines.entry(listener).or_default();
+        line.ready.push_back(request);
+        if !std::mem::replace(&mut line.told, true) {
+            self.untold.push(listener);
+        }
     }
 
     fn take(&mut self, request: RequestId) -> Option<Event> {
@@ -132,6 +161,7 @@ impl Shelf {
         if matches!(news, News::End(_)) {
             self.by_request.remove(&request);
             self.claims.remove(&request);
+            self.heard_by.remove(&request);
         }
         // Half of it stale: each entry is looked at once for every one that was taken.
         if self.order.len() > 2 * self.len + 64 {
@@ -149,7 +179,9 @@ impl Shelf {
         while self.order.front().is_some_and(|&entry| !is_there(&self.by_request, entry)) {
             self.order.pop_front();
         }
-        let unclaimed = |entry: &&(u64, RequestId)| !self.claims.contains_key(&entry.1);
+        let unclaimed = |entry: &&(u64, RequestId)| {
+            !self.claims.contains_key(&entry.1) && !self.heard_by.contains_key(&entry.1)
+        };
         let mut there =
             self.order.iter().filter(unclaimed).filter(|&&entry| is_there(&self.by_request, entry));
         there.next().map(|&(_, request)| request)
@@ -213,6 +245,52 @@ impl Outbox {
         let mut shelf = self.lock();
         let request = shelf.next_unclaimed()?;
         shelf.take(request)
+    }
+
+    /// Names a listener for a request: its events, those that are there too, are for that one alone, until
+    /// [`Outbox::unlisten`] or the taking of its terminal event. Another one takes the place of the first.
+    pub fn listen(&self, request: RequestId, listener: u64) {
+        let mut shelf = self.lock();
+        shelf.heard_by.insert(request, listener);
+        for _ in 0..shelf.by_request.get(&request).map_or(0, VecDeque::len) {
+            shelf.tell(request);
+        }
+        drop(shelf);
+        self.changed.notify_all();
+    }
+
+    /// Ends [`Outbox::listen`]: what was not taken is for the other readers again.
+    pub fn unlisten(&self, request: RequestId) {
+        if self.lock().heard_by.remove(&request).is_some() {
+            self.changed.notify_all();
+        }
+    }
+
+    /// Takes the oldest event for a listener. After `None` the listener is told again of what comes.
+    pub fn take_heard(&self, listener: u64) -> Option<Event> {
+        let mut shelf = self.lock();
+        loop {
+            let Some(request) = shelf.lines.get_mut(&listener)?.ready.pop_front() else {
+                shelf.lines.remove(&listener);
+                shelf.untold.retain(|&other| other != listener);
+                return None;
+            };
+            if shelf.heard_by.get(&request) == Some(&listener)
+                && let Some(event) = shelf.take(request)
+            {
+                return Some(event);
+            }
+        }
+    }
+
+    /// Waits until a listener is to be told of events.
+    pub fn wait_heard(&self, timeout: Duration) -> Waited {
+        self.wait(timeout, |shelf| (!shelf.untold.is_empty()).then_some(Waited::Ready))
+    }
+
+    /// The listeners that are to be told. Each is named once, until it has taken all.
+    pub fn take_untold(&self) -> Vec<u64> {
+        std::mem::take(&mut self.lock().untold)
     }
 
     /// Waits for an event of a claimed request.
@@ -367,5 +445,64 @@ mod tests {
         }
         assert_eq!(outbox.len(), 1);
         assert!(outbox.lock().order.len() < 100);
+    }
+
+    #[test]
+    fn a_listener_is_told_once_and_gets_what_was_there_before_it_too() {
+        let outbox = outbox(&[token(7, 1), token(8, 2)]);
+        outbox.listen(RequestId(7), 30);
+        outbox.deliver(&mut vec![token(7, 3), token(9, 4), end(7)]);
+        assert_eq!(outbox.wait_heard(Duration::ZERO), Waited::Ready);
+        assert_eq!(outbox.take_untold(), [30]);
+        assert_eq!(outbox.wait_heard(Duration::ZERO), Waited::Timeout);
+        // The others are for whoever comes.
+        assert_eq!(outbox.take_next(), Some(token(8, 2)));
+        assert_eq!(outbox.take_next(), Some(token(9, 4)));
+        assert_eq!(outbox.take_next(), None);
+        for expected in [token(7, 1), token(7, 3)] {
+            assert_eq!(outbox.take_heard(30), Some(expected));
+        }
+        assert_eq!(outbox.take_heard(31), None);
+        assert_eq!(outbox.take_heard(30), Some(end(7)));
+        assert_eq!(outbox.take_heard(30), None);
+        assert!(outbox.is_empty());
+        let shelf = outbox.lock();
+        assert!(shelf.heard_by.is_empty() && shelf.lines.is_empty(), "nothing is left of it");
+    }
+
+    #[test]
+    fn a_listener_that_took_all_is_told_again() {
+        let outbox = outbox(&[]);
+        outbox.listen(RequestId(1), 5);
+        outbox.listen(RequestId(2), 5);
+        for n in 0..3 {
+            outbox.deliver(&mut vec![token(1, n), token(2, n)]);
+            assert_eq!(outbox.take_untold(), [5]);
+            assert_eq!(outbox.take_heard(5), Some(token(1, n)));
+            outbox.deliver(&mut vec![token(2, n + 10)]);
+            assert_eq!(outbox.take_untold(), [], "it has not taken all yet");
+            assert_eq!(outbox.take_heard(5), Some(token(2, n)));
+            assert_eq!(outbox.take_heard(5), Some(token(2, n + 10)));
+            assert_eq!(outbox.take_heard(5), None);
+        }
+    }
+
+    #[test]
+    fn events_of_a_listener_that_is_gone_are_for_the_others() {
+        let outbox = outbox(&[]);
+        outbox.listen(RequestId(1), 5);
+        outbox.deliver(&mut vec![token(1, 10), token(1, 11)]);
+        assert_eq!(outbox.take_heard(5), Some(token(1, 10)));
+        assert_eq!(outbox.wait_next(Duration::ZERO), Waited::Timeout);
+        outbox.unlisten(RequestId(1));
+        assert_eq!(outbox.take_next(), Some(token(1, 11)));
+        assert_eq!(outbox.take_heard(5), None);
+        // Another one takes its place.
+        outbox.listen(RequestId(2), 5);
+        outbox.deliver(&mut vec![token(2, 1)]);
+        outbox.listen(RequestId(2), 6);
+        assert_eq!(outbox.take_untold(), [5, 6]);
+        assert_eq!(outbox.take_heard(5), None);
+        assert_eq!(outbox.take_heard(6), Some(token(2, 1)));
     }
 }

@@ -610,6 +610,27 @@ impl Engine {
         self.outbox.take_next().map(Event::from)
     }
 
+    fn listen(&self, request: u64, listener: u64) {
+        self.outbox.listen(core::RequestId::from_ordinal(request), listener);
+    }
+
+    fn unlisten(&self, request: u64) {
+        self.outbox.unlisten(core::RequestId::from_ordinal(request));
+    }
+
+    fn take_heard(&self, listener: u64) -> Option<Event> {
+        self.outbox.take_heard(listener).map(Event::from)
+    }
+
+    /// Waits in one go: signals are the main thread's, which does not wait here.
+    fn wait_heard(&self, py: Python<'_>, timeout_s: f64) -> PyResult<Vec<u64>> {
+        let timeout = Duration::try_from_secs_f64(timeout_s.max(0.0)).unwrap_or(Duration::MAX);
+        match py.detach(|| self.outbox.wait_heard(timeout)) {
+            core::Waited::Closed(cause) => Err(EngineClosed::new_err(cause)),
+            _ => Ok(self.outbox.take_untold()),
+        }
+    }
+
     #[getter]
     fn queued(&self) -> usize {
         self.inbox.queued()

@@ -10,6 +10,9 @@ use chairlift_core::{CONTINUATIONS, EngineConfig, Eviction, Fairness, Finish, Po
 /// Steps in flight, by slot.
 type Steps = [bool; 2];
 
+/// A request that ended: its tokens, the weights that chose each, how it ended, and what it found in the cache.
+type Ended = (u64, Vec<i32>, Vec<u64>, Finish, usize);
+
 #[derive(Debug, Clone, PartialEq)]
 pub struct NaiveSeq {
     pub request: u64,
@@ -112,7 +115,7 @@ pub struct Naive {
     pub seqs: Vec<NaiveSeq>,
     /// Submitted sequences of a request, or the request to cancel.
     pub inbox: Vec<Result<Vec<NaiveSeq>, u64>>,
-    pub ended: Vec<(u64, Vec<i32>, Vec<u64>, Finish, usize)>,
+    pub ended: Vec<Ended>,
     /// Whether those that were never admitted are let in.
     pub lets_in: bool,
     pub flights: Vec<NaiveStep>,
