@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from chairlift._native import EngineClosed, QueueFull, __version__
     from chairlift.api import (
+        ContinuousMixin,
         continuous_batching_context_manager,
         destroy_cached_continuous_batching_manager,
         generate_batch,
@@ -14,16 +15,33 @@ if TYPE_CHECKING:
         uninstall,
     )
     from chairlift.config import ContinuousBatchingConfig
+    from chairlift.handle import RequestHandle
     from chairlift.manager import ContinuousBatchingManager
     from chairlift.outputs import GenerationOutput, RequestStatus, WorkloadHints
+    from chairlift.pause import Pause
+    from chairlift.views import (
+        FIFOScheduler,
+        PagedAttentionCache,
+        PrefillFirstScheduler,
+        RequestState,
+        Scheduler,
+    )
 
 __all__ = [
     "ContinuousBatchingConfig",
     "ContinuousBatchingManager",
+    "ContinuousMixin",
     "EngineClosed",
+    "FIFOScheduler",
     "GenerationOutput",
+    "PagedAttentionCache",
+    "Pause",
+    "PrefillFirstScheduler",
     "QueueFull",
+    "RequestHandle",
+    "RequestState",
     "RequestStatus",
+    "Scheduler",
     "WorkloadHints",
     "__version__",
     "continuous_batching_context_manager",
@@ -37,10 +55,18 @@ __all__ = [
 _HOMES = {
     "ContinuousBatchingConfig": "config",
     "ContinuousBatchingManager": "manager",
+    "ContinuousMixin": "api",
     "EngineClosed": "_native",
+    "FIFOScheduler": "views",
     "GenerationOutput": "outputs",
+    "PagedAttentionCache": "views",
+    "Pause": "pause",
+    "PrefillFirstScheduler": "views",
     "QueueFull": "_native",
+    "RequestHandle": "handle",
+    "RequestState": "views",
     "RequestStatus": "outputs",
+    "Scheduler": "views",
     "WorkloadHints": "outputs",
     "__version__": "_native",
     "continuous_batching_context_manager": "api",

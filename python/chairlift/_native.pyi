@@ -13,6 +13,7 @@ __all__ = [
     "EngineConfig",
     "Event",
     "JoinedLinears",
+    "Live",
     "PackedLinear",
     "PagedAttention",
     "QueueFull",
@@ -421,11 +422,45 @@ class Event:
         """At the end: when."""
 
 @final
+class Live:
+    """A sequence as it stands between two calls of the engine."""
+
+    @property
+    def request(self) -> int:
+        """The id that `submit` gave."""
+    @property
+    def parent(self) -> int:
+        """The id of the first sequence of its request."""
+    @property
+    def phase(self) -> str:
+        """`pending`, `prefilling` or `decoding`."""
+    @property
+    def prompt(self) -> int:
+        """Tokens of the prompt."""
+    @property
+    def generated(self) -> int:
+        """Tokens generated in committed steps."""
+    @property
+    def computed(self) -> int:
+        """Leading tokens whose K and V are there, in blocks or on the host."""
+    @property
+    def blocks(self) -> int:
+        """Blocks that it holds."""
+    @property
+    def on_host(self) -> bool:
+        """Whether its K and V wait on the host."""
+    @property
+    def priority(self) -> int: ...
+    @property
+    def started(self) -> float | None:
+        """When it was first planned."""
+
+@final
 class Engine:
     """Scheduler, block manager and step planner.
 
-    `advance`, `abandon`, `fail_all`, `cancel_all`, `recompute_all`, `let_in`, `admitted`, `new_epoch` and `refuse` wait
-    for one another; the other methods never wait for a step.
+    `advance`, `abandon`, `fail_all`, `cancel_all`, `recompute_all`, `let_in`, `admitted`, `new_epoch`, `live`,
+    `live_one`, `tokens_of` and `refuse` wait for one another; the other methods never wait for a step.
     """
 
     def __new__(cls, config: EngineConfig) -> Engine: ...
@@ -569,6 +604,13 @@ class Engine:
         """Takes the oldest event of that request, if there is one."""
     def take_next(self) -> Event | None:
         """Takes the oldest event that nobody claims, if there is one."""
+    def live(self) -> list[Live]:
+        """All sequences that were read from the inbox and have not ended: those with a row in the order of their
+        admission, then those that wait, victims first."""
+    def live_one(self, request: int) -> Live | None:
+        """One of them."""
+    def tokens_of(self, request: int) -> list[int] | None:
+        """Its prompt and what it generated."""
     def listen(self, request: int, listener: int) -> None:
         """Gives the events of a request, those that are there too, to a listener alone, until `unlisten` or its
         terminal event. Listeners are numbered by the caller; a later one takes the place of the first."""

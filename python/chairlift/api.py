@@ -228,6 +228,11 @@ def _hints(lengths: list[int], options: GenerationOptions) -> WorkloadHints:
     )
 
 
+class ContinuousMixin:
+    """The entry points as methods, for a model class that is to have chairlift's without `install`:
+    `class Model(ContinuousMixin, LlamaForCausalLM)`."""
+
+
 _installed: dict[str, Any] = {}
 
 
@@ -260,4 +265,7 @@ def _as_method(function: Any) -> Any:
     return method
 
 
-__all__ = [*_ENTRY_POINTS, "install", "uninstall"]
+for _name in _ENTRY_POINTS:
+    setattr(ContinuousMixin, _name, _as_method(globals()[_name]))
+
+__all__ = [*_ENTRY_POINTS, "ContinuousMixin", "install", "uninstall"]

@@ -155,6 +155,11 @@ class Books:
             raise KeyError(f"no request {label!r}: it was never added, or its last output was taken")
         return self._ids[label]
 
+    def label_of(self, sequence: int) -> str | None:
+        """The label of a sequence whose last output is still to be taken."""
+        record = self._records.get(sequence) or self._of_batch(sequence)
+        return None if record is None else record.label
+
     def id_to_cancel(self, label: str) -> int:
         """The id of a sequence, or of a request of several whose first has ended already.
 

@@ -215,6 +215,12 @@ class ContinuousBatchingConfig:
                 raise TypeError(f"cpu_offload_space is {space!r}, but must be a number of GiB, or None")
             if not 0 <= space < math.inf:
                 raise ValueError(f"cpu_offload_space is {space}, but must be at least 0 (GiB), and finite")
+        given: Any = self.scheduler_type
+        if isinstance(given, type):
+            raise TypeError(
+                f"scheduler_type is the class {given.__name__}: the scheduler is part of the engine and "
+                f"cannot be replaced; choose one of its policies, {' or '.join(map(repr, SAFETY_MARGINS))}"
+            )
         if self.scheduler_type not in SAFETY_MARGINS:
             known = " or ".join(map(repr, SAFETY_MARGINS))
             raise ValueError(f"scheduler_type is {self.scheduler_type!r}, but must be {known}")

@@ -40,6 +40,7 @@ from chairlift.pause import Gate, InFlight, Kv, Pause
 from chairlift.probe import learn, require_model
 from chairlift.prompts import Prompt, Prompts, packed_prompts, prompt_array
 from chairlift.sampling.options import GenerationOptions, eos_tuple
+from chairlift.views import SCHEDULERS, PagedAttentionCache, Scheduler
 
 logger = logging.get_logger(__name__)
 
@@ -901,6 +902,16 @@ class ContinuousBatchingManager:
             return False
 
     # ------------------------------------------------------------------- facts
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Who runs and who waits, to be looked at."""
+        return SCHEDULERS[self.config.scheduler_type](self)
+
+    @property
+    def cache(self) -> PagedAttentionCache:
+        """The pool, to be looked at."""
+        return PagedAttentionCache(self)
 
     def stats(self) -> Stats:
         """Counters and gauges, read without stopping the engine."""

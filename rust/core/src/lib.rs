@@ -44,6 +44,7 @@ mod integrity;
 #[cfg(all(test, loom))]
 mod interleavings;
 mod ledger;
+mod live;
 mod outbox;
 mod pause;
 mod plan;
@@ -66,6 +67,7 @@ pub use group::{BLOCK_ALIGNMENT, Geometry, Group, Kind, Reach};
 pub use hash::KEY_BITS;
 pub use ids::{BlockId, RequestId, RowId, SeqId, Slot};
 pub use inbox::Inbox;
+pub use live::Live;
 pub use outbox::{Event, News, Outbox, Output, Waited};
 pub use plan::MAX_STEPS_WITHOUT_DECODES;
 pub use pool::{BlockCounts, BlockPool, BlockState, NUM_TRASH_BLOCKS, Tickets};

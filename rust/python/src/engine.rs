@@ -247,6 +247,43 @@ impl From<core::Event> for Event {
     }
 }
 
+/// A sequence as it stands.
+#[pyclass(frozen, get_all)]
+pub struct Live {
+    request: u64,
+    parent: u64,
+    /// `pending`, `prefilling` or `decoding`.
+    phase: &'static str,
+    prompt: u32,
+    generated: u32,
+    computed: u32,
+    blocks: u32,
+    on_host: bool,
+    priority: i32,
+    started: Option<f64>,
+}
+
+impl From<core::Live> for Live {
+    fn from(live: core::Live) -> Self {
+        Self {
+            request: live.request.get(),
+            parent: live.parent.get(),
+            phase: match live.phase {
+                core::Phase::Pending => "pending",
+                core::Phase::Prefilling => "prefilling",
+                core::Phase::Decoding => "decoding",
+            },
+            prompt: live.prompt,
+            generated: live.generated,
+            computed: live.computed,
+            blocks: live.blocks,
+            on_host: live.on_host,
+            priority: live.priority,
+            started: live.started,
+        }
+    }
+}
+
 /// The buffers of one slot.
 struct SlotBuffers {
     arena: Pinned<i32>,
@@ -608,6 +645,21 @@ impl Engine {
 
     fn take_next(&self) -> Option<Event> {
         self.outbox.take_next().map(Event::from)
+    }
+
+    fn live(&self, py: Python<'_>) -> Vec<Live> {
+        let live = py.detach(|| self.lock().engine.live());
+        live.into_iter().map(Live::from).collect()
+    }
+
+    fn live_one(&self, py: Python<'_>, request: u64) -> Option<Live> {
+        let request = core::RequestId::from_ordinal(request);
+        py.detach(|| self.lock().engine.live_one(request)).map(Live::from)
+    }
+
+    fn tokens_of(&self, py: Python<'_>, request: u64) -> Option<Vec<i32>> {
+        let request = core::RequestId::from_ordinal(request);
+        py.detach(|| self.lock().engine.tokens_of(request))
     }
 
     fn listen(&self, request: u64, listener: u64) {

@@ -23,7 +23,7 @@ mod _native {
     #[pymodule_export]
     use crate::digest::digests;
     #[pymodule_export]
-    use crate::engine::{Engine, EngineConfig, Event, Sampling, Step};
+    use crate::engine::{Engine, EngineConfig, Event, Live, Sampling, Step};
     #[pymodule_export]
     use crate::errors::{EngineClosed, QueueFull};
     #[pymodule_export]
