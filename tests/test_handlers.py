@@ -341,3 +341,32 @@ def test_a_snapshot_can_be_copied_compared_and_pickled_before_it_was_looked_at()
     assert f"generated_tokens={late.generated_tokens}" in repr(late)
     assert GenerationOutput("x").timestamps is GenerationOutput("x").epochs is None
     assert GenerationOutput("x").generated_tokens == []
+
+
+@pytest.mark.parametrize(
+    ("label", "handler", "message"),
+    [(3, print, "request_id is 3"), (None, print, "request_id is None"), ("a", None, "callback is None")],
+)
+def test_what_cannot_be_a_handler_is_refused(
+    model: PreTrainedModel, label: object, handler: object, message: str
+) -> None:
+    async def main(manager: ContinuousBatchingManager) -> None:
+        with pytest.raises(TypeError, match=message):
+            manager.register_result_handler(label, handler)  # type: ignore[arg-type]
+
+    with serving(model) as manager:
+        asyncio.run(main(manager))
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error"), [("x", TypeError), (True, TypeError), (-1, ValueError), (float("nan"), ValueError)]
+)
+def test_a_time_out_that_is_none_is_refused_by_whoever_takes_one(
+    model: PreTrainedModel, timeout: object, error: type[Exception]
+) -> None:
+    with serving(model) as manager:
+        handle = manager.submit(PROMPT)
+        for call in (manager.get_result, handle.result, manager.pause, manager.stop, manager.join):
+            with pytest.raises(error, match=f"timeout is {timeout!r}, but must be"):
+                call(timeout=timeout)
+        assert handle.result(float("inf")).generated_tokens == alone(model, PROMPT), "it runs on"

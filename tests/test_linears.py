@@ -254,7 +254,7 @@ class TestCopies:
 
     def test_go_with_a_loop_that_dies(self, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
         manager = manager_of(model)
-        monkeypatch.setattr("chairlift.manager.run_sync", mock.Mock(side_effect=RuntimeError("dead")))
+        monkeypatch.setattr("chairlift.worker.run_sync", mock.Mock(side_effect=RuntimeError("dead")))
         manager.start()
         manager.join()
         assert manager.fatal_error is not None

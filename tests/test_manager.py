@@ -342,7 +342,7 @@ def test_readers_are_told_even_when_the_ending_itself_fails(
 
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     monkeypatch.setattr(Runner, "run", dying)
-    monkeypatch.setattr(manager, "_engine", Broken(manager._engine))
+    monkeypatch.setattr(manager._worker, "_engine", Broken(manager._engine))
     label = manager.add_request(PROMPT)
     with pytest.raises(RuntimeError, match="the device is gone"):
         manager.get_result(label, timeout=30)

@@ -368,6 +368,39 @@ def test_memory_that_cannot_be_had_again_ends_the_manager_and_everybody_is_told(
             assert isinstance(raised.value.__cause__, MemoryError)
 
 
+@pytest.mark.parametrize("end", ["destroyed", "died"])
+def test_of_what_is_over_nothing_is_accepted_in_silence(
+    model: PreTrainedModel, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(model) as manager:
+        if end == "destroyed":
+            manager.destroy()
+        else:
+            monkeypatch.setattr("chairlift.worker.run_sync", mock.Mock(side_effect=MemoryError("no room")))
+            manager.stop()
+            manager.start()
+            manager.join()
+        for call in (manager.pause, manager.weights_changed, manager.reset_prefix_cache, manager.start):
+            with pytest.raises(RuntimeError, match="destroyed" if end == "destroyed" else "no room"):
+                call()
+
+
+def test_a_manager_in_a_pause_that_was_forgotten_serves_no_other_session(model: PreTrainedModel) -> None:
+    config = ContinuousBatchingConfig(page_size=4)
+    session = chairlift.continuous_batching_context_manager(
+        model, continuous_batching_config=config, persistent_manager=True
+    )
+    with session as manager:
+        manager.pause()
+        manager.stop(hard_stop=True, keep_for_next_session=True)
+    generation = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1)
+    outputs = chairlift.generate_batch(
+        model, [PROMPT], generation, continuous_batching_config=config, persistent_manager=True
+    )
+    assert outputs["req_0"].generated_tokens == alone(model, PROMPT)
+    chairlift.destroy_cached_continuous_batching_manager(model)
+
+
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_weights_that_change_while_the_loop_runs_can_be_told(model: PreTrainedModel, kv: str) -> None:
     with serving(model) as manager:

@@ -2,12 +2,12 @@
 
 import asyncio
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
+from chairlift.deadline import Deadline
 from chairlift.outputs import GenerationOutput
 
 if TYPE_CHECKING:
@@ -77,17 +77,17 @@ class RequestHandle:
             RuntimeError: The manager does not run, so that nothing can come; or this was called in the event loop that
                 the handle was used in.
         """
-        end = None if timeout is None else time.perf_counter() + timeout
+        deadline = Deadline(timeout)
         while self._last is None:
-            left = None if end is None else max(0.0, end - time.perf_counter())
             if self._loop is None or self._loop.is_closed():
                 self._stop_listening()
-                if self._take(left) is None:
+                if self._take(deadline) is None:
                     raise TimeoutError(f"request {self._label!r} did not end within {timeout} s; it goes on")
                 continue
             if _running_loop() is self._loop:
                 raise RuntimeError("result() would stop the event loop that outputs come through: await the handle")
-            if not self._ended.wait(_LOOK_S if left is None else min(left, _LOOK_S)) and left == 0:
+            left = deadline.left_up_to(_LOOK_S)
+            if not self._ended.wait(left) and not left:
                 raise TimeoutError(f"request {self._label!r} did not end within {timeout} s; it goes on")
         return self._last
 
@@ -96,19 +96,20 @@ class RequestHandle:
             raise RuntimeError("the handle was used in an event loop: iterate with 'async for'")
         self._stop_listening()
         while self._last is None:
-            output = self._take(None)
+            output = self._take(Deadline(None))
             if output is not None:
                 yield output
 
-    def _take(self, timeout: float | None) -> GenerationOutput | None:
+    def _take(self, deadline: Deadline) -> GenerationOutput | None:
         """The next output, outside of event loops; None, when time is up."""
-        if not self._reading.acquire(timeout=-1 if timeout is None else timeout):
+        left = deadline.left
+        if not self._reading.acquire(timeout=-1 if left is None else min(left, threading.TIMEOUT_MAX)):
             return None
         try:
             if self._last is not None:
                 return self._last
-            output = self._manager._take_for(self._sequence, timeout)
-            if output is None and timeout is None:
+            output = self._manager._readers.take_for(self._sequence, deadline)
+            if output is None and left is None:
                 raise RuntimeError(f"request {self._label!r} has no output: the manager is not started")
             if output is not None and output.is_finished():
                 self._end(output)

@@ -1,13 +1,11 @@
 """`ContinuousBatchingManager`: requests in, outputs out, and the thread that runs the loop between them."""
 
 import asyncio
-import atexit
 import contextlib
 import threading
-import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,34 +17,31 @@ from chairlift import _native
 from chairlift.attention.choice import choose_backend
 from chairlift.books import Books
 from chairlift.config import DEFAULT_MAX_BATCH_TOKENS, ContinuousBatchingConfig
+from chairlift.deadline import Deadline
+from chairlift.derived import Derived
 from chairlift.engine.cache import geometry_of
 from chairlift.engine.check import check_packed
-from chairlift.engine.fingerprint import Fingerprint, fingerprint
 from chairlift.engine.free_memory import free_memory_bytes
 from chairlift.engine.linear_calls import recorded_weights
-from chairlift.engine.linears import pack, plan_linears
-from chairlift.engine.loop import StopLevel, StopRequest, run_sync
-from chairlift.engine.modes import CallersModes
-from chairlift.engine.openmp import release_team
+from chairlift.engine.linears import plan_linears
+from chairlift.engine.loop import StopLevel
 from chairlift.engine.session import Session
 from chairlift.engine.sizing import batch_cost, resolve
-from chairlift.evaluation import evaluating
 from chairlift.handle import RequestHandle
 from chairlift.handlers import Handler, Handlers
 from chairlift.kept import keep, let_go
-from chairlift.knowledge import Knowledge, forget_knowledge, keep_knowledge, knowledge_of
+from chairlift.knowledge import keep_knowledge, knowledge_of
 from chairlift.outputs import GenerationOutput, GroupStats, Stats, WorkloadHints
-from chairlift.pause import Gate, InFlight, Kv, Pause
+from chairlift.pause import Asked, InFlight, Kv, Pause
 from chairlift.probe import learn, require_model
-from chairlift.prompts import Prompt, Prompts, packed_prompts, prompt_array
-from chairlift.sampling.options import GenerationOptions, eos_tuple
+from chairlift.prompts import Prompt
+from chairlift.readers import Readers
+from chairlift.requests import Requests, Terms, check_text
+from chairlift.sampling.options import GenerationOptions
 from chairlift.views import SCHEDULERS, PagedAttentionCache, Scheduler
+from chairlift.worker import Worker
 
 logger = logging.get_logger(__name__)
-
-# No bound that anybody means is beyond it, and it fits the engine's numbers.
-_MOST_NEW_TOKENS = 2**62
-_MOST_PRIORITY = 2**31 - 1
 
 
 class ContinuousBatchingManager:
@@ -79,7 +74,7 @@ class ContinuousBatchingManager:
         """
         require_model(model)
         self.model = model
-        self._knowledge = known = knowledge_of(model)
+        known = knowledge_of(model)
         learned_something = known.facts is None
         if known.facts is None:
             known.facts = learn(model)
@@ -106,13 +101,14 @@ class ContinuousBatchingManager:
         if learned_something:
             # A model may make itself ready in its first forward.
             keep_knowledge(model, known)
-        self._linear_plan = plan_linears(
+        plan = plan_linears(
             model,
             known.linear_weights,
             wanted=config.packed_linears,
             free_bytes=free_memory_bytes(),
             max_rows=config.max_batch_tokens or DEFAULT_MAX_BATCH_TOKENS,
         )
+        self._linear_plan = plan
         self.hints = hints = WorkloadHints.of(workload_hints)
         self.batch_cost = batch_cost(self.facts, backend, hints)
         self.config = resolve(
@@ -122,7 +118,7 @@ class ContinuousBatchingManager:
             self.geometry,
             self.batch_cost,
             attention=backend.name,
-            linears=self._linear_plan,
+            linears=plan,
         )
         self._session = Session(
             model,
@@ -144,21 +140,25 @@ class ContinuousBatchingManager:
             replay_forward=self.config.replay_forward,
         )
         self._engine = self._session.engine
-        self._modes = CallersModes()
-        self._thread: threading.Thread | None = None
-        self._stop_request = StopRequest()
-        self._control = threading.Lock()  # of the thread: starting and ending it
+        derived = Derived(model, self._session, plan, known, shares=bool(self.config.match_unit))
+        self._derived = derived
+        self._worker = worker = Worker(model, self._session, derived)
         self._lock = threading.Lock()  # of the books
         self._books = Books()
-        self._handlers = Handlers(self._engine, self._lock, self._books.output)
-        self._gate = Gate(self._engine)
-        self._recomputes = False  # after the pause, if weights changed in it
-        self._weights: Fingerprint | None = None
-        self._keeps = False  # for the next session, once the loop has ended
-        self._rests = True
-        self._was_started = False
-        self._destroyed = False
-        self.fatal_error: BaseException | None = None
+        self._handlers = Handlers(self._engine, self._lock, self._output_of)
+        self._readers = Readers(self._engine, self._books, self._lock, self._handlers, worker.fail_if_dead)
+        bounds = (self._engine.token_capacity, self.facts.max_positions, self.facts.limit)
+        self._requests = Requests(
+            self._engine,
+            self._books,
+            self._lock,
+            self._handlers,
+            self.config,
+            worker.fail_if_dead,
+            most_tokens=min(bound for bound in bounds if bound is not None),
+        )
+        # A manager that nobody holds has nobody who could take its outputs.
+        weakref.finalize(self, _end, weakref.ref(worker)).atexit = False
         # Requests may come before the start; outputs cannot.
         self._engine.close_outbox("the manager is not started")
 
@@ -167,7 +167,7 @@ class ContinuousBatchingManager:
     def serves(self, config: ContinuousBatchingConfig, hints: WorkloadHints) -> bool:
         """Whether it can be taken up again for another session: it rests, its model is what it was, it was asked for
         with the same config, and what it was sized for is enough."""
-        if self.is_running() or self._destroyed or self.fatal_error is not None:
+        if not self._worker.is_free:
             return False
         return config == self.asked_config and hints.within(self.hints) and knowledge_of(self.model).facts is self.facts
 
@@ -181,23 +181,22 @@ class ContinuousBatchingManager:
             TypeError, ValueError: As for the generation config of a new manager.
         """
         options = _options(self.model, generation_config, self.asked_config)
-        with self._lock:
-            self.options = options
-            left = 0
-            while (event := self._engine.take_next()) is not None:
-                left += event.finish_reason is not None
-                self._books.output(event)
-            self._books.start_anew()
+        self.options = options
+        left = self._readers.drop_all()
         if left:
             logger.warning(f"{left} outputs of the session before were never taken, and are dropped.")
-        self._modes = CallersModes()
+        self._worker.enter_modes_of_this_thread()
 
     # ------------------------------------------------------------------ control
 
     def is_running(self) -> bool:
         """Whether the loop's thread lives."""
-        thread = self._thread
-        return thread is not None and thread.is_alive()
+        return self._worker.is_running
+
+    @property
+    def fatal_error(self) -> BaseException | None:
+        """What the loop died of, if it did."""
+        return self._worker.error
 
     def start(self, once: bool = False) -> None:
         """Starts the loop's thread. A stop that is under way comes to its end first.
@@ -209,63 +208,8 @@ class ContinuousBatchingManager:
         Raises:
             RuntimeError: The manager was destroyed, or its loop died.
         """
-        while True:
-            with self._control:
-                if self._destroyed:
-                    raise RuntimeError("the manager was destroyed and cannot be started again: make a new one")
-                if self.fatal_error is not None:
-                    message = "the manager's loop died and cannot be started again: make a new one"
-                    raise RuntimeError(message) from self.fatal_error
-                thread = self._thread
-                if thread is None or not thread.is_alive():
-                    self._launch(once)
-                    return
-                if self._stop_request.level is StopLevel.NONE:
-                    warnings.warn("the manager runs already", UserWarning, stacklevel=2)
-                    return
-            thread.join()
-
-    def _launch(self, once: bool) -> None:
-        self._session.cache.take_again()
-        self._notice_weights(once)
-        self._notice_model(always=True)
-        self._stop_request = StopRequest()
-        self._keeps = self._rests = False
-        self._engine.reopen()
-        _running.add(self)
-        release_team()  # this thread probed the model; from here on the loop's computes
-        self._thread = threading.Thread(target=self._run, name="chairlift-loop", daemon=True)
-        self._thread.start()
-
-    def _notice_model(self, *, always: bool) -> None:
-        """Recordings of another model are worth nothing: takes over what is known of this one."""
-        with self._modes.entered():
-            known = knowledge_of(self.model)
-        if always or known is not self._knowledge:
-            self._session.forward.forget(known.take_recordings())
-        self._knowledge = known
-
-    def _notice_weights(self, once: bool = False, *, in_pause: bool = False) -> bool:
-        """What other weights computed is worth nothing, nor are their packed copies: finds out whether the model's
-        changed since the last start or pause."""
-        first, self._was_started = not self._was_started, True
-        weights = None
-        depends = self.config.match_unit or self._linear_plan.least_rows or in_pause
-        if depends and not (first and once):
-            try:
-                weights = fingerprint(self.model)
-            except TypeError as error:
-                if self.config.match_unit or in_pause:
-                    logger.warning(f"Weights count as changed at each start, and after each pause: {error}")
-        changed = weights is None or weights != self._weights
-        if changed:
-            if depends and not first:
-                self._engine.new_epoch()
-            self._session.runner.linears = None  # gone before the new ones take their place
-        runner = self._session.runner
-        runner.linears = pack(self.model, self._linear_plan, runner.linears)
-        self._weights = weights
-        return changed
+        if not self._worker.start(once=once):
+            warnings.warn("the manager runs already", UserWarning, stacklevel=2)
 
     # -------------------------------------------------------------------- pauses
 
@@ -304,60 +248,17 @@ class ContinuousBatchingManager:
                 chained); or the caller is the loop itself.
             TimeoutError: The loop did not come to rest in time. It goes on.
         """
-        pause = Pause(self, requests=requests, kv=kv, release_memory=release_memory)
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("pause() was called by the loop itself, which cannot wait for itself")
-        self._fail_if_dead()
-        if not self.is_running():
-            raise RuntimeError("the manager does not run: there is nothing to pause, and start() looks at the weights")
-        if not self._gate.hold(pause, self.is_running, timeout):
-            self._fail_if_dead()
-            if not self.is_running():
-                raise RuntimeError("the manager was stopped before the loop came to rest")
-            raise TimeoutError(f"the loop did not come to rest within {timeout} s (requests={requests!r})")
-        try:
-            with self._control:
-                self._recomputes |= pause.kv == "recompute"
-                if self._gate.rests:
-                    self._begin(pause)
-        except BaseException:
-            pause.resume()
-            raise
-        return pause
-
-    def _begin(self, pause: Pause) -> None:
-        """Does what a pause asks for while the loop rests."""
-        if pause.requests == "abort":
-            self._engine.cancel_all(time.perf_counter())
-        if pause.release_memory:
-            self._engine.recompute_all()
-            self._session.runner.linears = None
-            self._session.cache.give_back()
+        asked = Asked.of(requests, kv, release_memory=release_memory)
+        self._worker.hold(asked, timeout)
+        return Pause(self, asked)
 
     def is_paused(self) -> bool:
         """Whether the loop rests, as somebody holds a pause."""
-        return self._gate.rests
+        return self._worker.is_paused
 
     def resume(self, pause: Pause) -> None:
         """Ends a pause; see `Pause.resume`."""
-        release_team()  # this thread may have trained; from here on the loop's computes
-        with self._control:
-            held = self._gate.held
-            if pause not in held:
-                return
-            failed = None
-            if held == [pause] and self._gate.rests:
-                try:
-                    self._session.cache.take_again()
-                    if self._notice_weights(in_pause=True) and self._recomputes:
-                        self._engine.recompute_all()
-                    self._notice_model(always=False)
-                except BaseException as error:
-                    failed = error
-                self._recomputes = False
-            self._gate.let_go(pause, failed)
-        if failed is not None:
-            raise failed
+        self._worker.let_go(pause.asked)
 
     def weights_changed(self, kv: Kv | None = None) -> None:
         """Says that weights are others than before: the next request that comes shares nothing with those before, and
@@ -372,33 +273,24 @@ class ContinuousBatchingManager:
         Raises:
             ValueError, RuntimeError: As `pause`.
         """
-        if self.is_running():
-            with self.pause(kv=kv):
-                self._weights = None
-        else:
-            self._weights = None
-
-    def _fail_if_dead(self) -> None:
-        if self.fatal_error is not None:
-            raise RuntimeError("the manager's loop died: make a new one") from self.fatal_error
+        self._worker.fail_if_over()
+        with self.pause(kv=kv) if self.is_running() else contextlib.nullcontext():
+            self._derived.count_weights_as_changed()
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all K and V that are kept for prompts to come. Requests that run go on undisturbed; nothing that was
-        computed before the call is shared with a request that is scheduled after it.
+        """Forgets all K and V that are kept for prompts to come, and all else that was derived from the model: packed
+        copies of weights and the recorded forward, too. Nothing that was computed before the call is shared with a
+        request that is scheduled after it; requests that run go on undisturbed.
 
-        Where the weights of a start are others than those of the last one this happens by itself. Weights that change
-        while the manager runs are noticed by nobody: call this right after the change. It packs them anew, too, where
-        linear layers compute with packed copies of their weights, and the forward is recorded anew.
+        While the manager runs and no pause is held, it pauses for the moment. Where only weights changed, a pause, a
+        start and `weights_changed()` do what is needed.
+
+        Raises:
+            RuntimeError: The manager was destroyed, or its loop died (the cause is chained).
         """
-        with self._control:
-            runner = self._session.runner
-            if runner.linears is not None:
-                runner.linears = None
-                runner.linears = pack(self.model, self._linear_plan)
-            self._session.forward.forget()
-            forget_knowledge(self.model)
-            self._knowledge = Knowledge()
-            self._weights = None  # the next start cannot tell whether these are they
+        self._worker.fail_if_over()
+        with self.pause() if self.is_running() else contextlib.nullcontext():
+            self._derived.forget()
             self._engine.new_epoch()
 
     def stop(
@@ -423,51 +315,30 @@ class ContinuousBatchingManager:
         Raises:
             RuntimeError: The caller holds a pause and would wait for requests that stand still in it.
         """
-        with self._control:
-            paused_here = any(pause.thread == threading.get_ident() for pause in self._gate.held)
-            if paused_here and block and timeout is None and not hard_stop and not self._engine.is_idle:
-                raise RuntimeError(
-                    "stop() would wait for requests that stand still while this thread holds a pause: resume it first, "
-                    "or stop with hard_stop=True"
-                )
-            self._engine.close_inbox("the manager is stopped: call start() first")
-            if self._thread is None:
-                unkept = " It is not kept for the next session." if keep_for_next_session else ""
-                logger.warning(f"The manager is not started.{unkept}")
-                self._engine.fail_all("the manager was stopped before it was started", time.perf_counter())
-                return
-            self._stop_request.ask(StopLevel.HARD if hard_stop else StopLevel.DRAIN)
-            self._engine.wake()
-            self._keeps = keep_for_next_session
-            rests = self._rests
-        if rests:
-            self._keep_if_asked()
-        if block:
-            self.join(timeout)
+        deadline = Deadline(timeout)
+        level = StopLevel.HARD if hard_stop else StopLevel.DRAIN
+        at_end = self._keep if keep_for_next_session else None
+        if not self._worker.stop(level, waits=block and timeout is None, at_end=at_end):
+            unkept = " It is not kept for the next session." if keep_for_next_session else ""
+            logger.warning(f"The manager is not started.{unkept}")
+        elif block and not self._worker.join(deadline):
+            logger.warning(f"The loop did not end within {timeout} s.")
+
+    def _keep(self) -> None:
+        """Gives a manager at rest to its model. One that is kept while it still runs would have its requests ended by
+        the next."""
+        if self._worker.can_start:
+            keep(self)
 
     def join(self, timeout: float | None = None) -> None:
         """Waits for the end of the loop's thread, at most `timeout` seconds."""
-        thread = self._thread
-        if thread is None:
-            return
-        thread.join(timeout)
-        if thread.is_alive():
+        if not self._worker.join(Deadline(timeout)):
             logger.warning(f"The loop did not end within {timeout} s.")
-            return
-        with self._control:
-            if self._thread is thread:
-                self._thread = None
 
     def destroy(self) -> None:
         """Stops at once and for good. May be called again."""
         let_go(self)
-        if self.is_running():
-            self.stop(hard_stop=True)
-        with self._control:
-            self._destroyed = True
-            self._session.runner.linears = None
-            self._engine.close_inbox("the manager was destroyed")
-            self._engine.fail_all("the manager was destroyed", time.perf_counter())
+        self._worker.destroy()
         with self._lock:
             self._handlers.clear()
 
@@ -512,18 +383,9 @@ class ContinuousBatchingManager:
         A stopped manager takes no requests: it says so in a warning, and the output comes failed at once. One that is
         not started yet takes them, and serves them from its start on.
         """
-        label, _ = self._hand_over(
-            input_ids,
-            request_id,
-            max_new_tokens,
-            streaming=streaming,
-            record_timestamps=record_timestamps,
-            eos_token_id=eos_token_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-        )
-        return label
+        terms = Terms(max_new_tokens, streaming, record_timestamps, eos_token_id, priority, cache_salt, tenant)
+        labels, _ = self._requests.add(input_ids, request_id, terms, self.options)
+        return labels[0]
 
     def submit(
         self,
@@ -543,73 +405,10 @@ class ContinuousBatchingManager:
         Raises:
             As `add_request`.
         """
-        label, first = self._hand_over(
-            input_ids,
-            request_id,
-            max_new_tokens,
-            streaming=streaming,
-            record_timestamps=record_timestamps,
-            eos_token_id=eos_token_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            claims=True,
-        )
-        names = self.family(label)
-        children = [RequestHandle(self, name, first + nth, ()) for nth, name in enumerate(names[1:], 1)]
-        return RequestHandle(self, label, first, tuple(children))
-
-    def _hand_over(
-        self,
-        input_ids: Prompt,
-        request_id: str | None,
-        max_new_tokens: int | None,
-        *,
-        streaming: bool,
-        record_timestamps: bool,
-        eos_token_id: int | list[int] | None,
-        priority: int,
-        cache_salt: str | None,
-        tenant: str | None,
-        claims: bool = False,
-    ) -> tuple[str, int]:
-        """Hands a request over; its label, and the id of its first sequence. With `claims` its events are for those
-        that ask for them by name."""
-        prompt = prompt_array(input_ids)
-        if max_new_tokens is None:
-            max_new_tokens = self.options.new_tokens_for(len(prompt), self._token_limit)
-        elif isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
-            raise TypeError(f"max_new_tokens is {max_new_tokens!r}, but must be an integer of at least 1")
-        eos = self.options.eos_token_ids if eos_token_id is None else eos_tuple(eos_token_id)
-        if request_id is not None and not isinstance(request_id, str):
-            raise TypeError(f"request_id is {request_id!r}, but must be a string or None")
-        self._check_rules(priority, cache_salt, tenant)
-        with self._lock:
-            (label,) = self._books.free_labels(1, self.family) if request_id is None else [request_id]
-            labels = self.family(label)
-            self._check_free(labels)
-            first = self._enter(
-                lambda: self._engine.submit(
-                    prompt,
-                    max_new_tokens=min(max_new_tokens, _MOST_NEW_TOKENS),
-                    n=len(labels),
-                    eos=list(eos),
-                    sampling=self.options.sampling,
-                    priority=priority,
-                    tenant=tenant or "",
-                    cache_salt=_salt(cache_salt),
-                    streaming=streaming,
-                    record_timestamps=record_timestamps,
-                    record_logprobs=self.config.return_logprobs,
-                ),
-                labels,
-                [prompt],
-                streaming=streaming,
-                record_timestamps=record_timestamps,
-                numbered=request_id is None,
-                claims=claims,
-            )
-        return label, first
+        terms = Terms(max_new_tokens, streaming, record_timestamps, eos_token_id, priority, cache_salt, tenant)
+        labels, first = self._requests.add(input_ids, request_id, terms, self.options, claims=True)
+        children = [RequestHandle(self, label, first + nth, ()) for nth, label in enumerate(labels[1:], 1)]
+        return RequestHandle(self, labels[0], first, tuple(children))
 
     def add_requests(
         self,
@@ -642,120 +441,12 @@ class ContinuousBatchingManager:
             QueueFull: There is not room for all of them; none was taken.
             RuntimeError: The loop died; its cause is chained.
         """
-        tokens, lengths, prompts = packed_prompts(inputs)
-        if not len(lengths):
-            return []
-        bounds = self._bounds(lengths, max_new_tokens)
-        eos = self.options.eos_token_ids if eos_token_id is None else eos_tuple(eos_token_id)
-        self._check_rules(priority, cache_salt, tenant)
-        wanted = len(lengths) * self.options.num_return_sequences
-        if 0 < self.config.max_queue_size < wanted:
-            raise ValueError(
-                f"{wanted} sequences can never join a queue of {self.config.max_queue_size} (max_queue_size) at once: "
-                "hand over fewer at a time"
-            )
-        with self._lock:
-            labels = self._books.free_labels(len(lengths), self.family)
-            n = self.options.num_return_sequences
-            every = labels if n == 1 else [name for label in labels for name in self.family(label)]
-            self._check_free(every if n > 1 else [])
-            self._enter(
-                lambda: self._engine.submit_many(
-                    tokens,
-                    lengths,
-                    bounds,
-                    n=n,
-                    eos=list(eos),
-                    sampling=self.options.sampling,
-                    priority=priority,
-                    tenant=tenant or "",
-                    cache_salt=_salt(cache_salt),
-                    streaming=streaming,
-                    record_timestamps=record_timestamps,
-                    record_logprobs=self.config.return_logprobs,
-                ),
-                every,
-                prompts,
-                streaming=streaming,
-                record_timestamps=record_timestamps,
-                numbered=True,
-            )
-        return labels
-
-    def _enter(
-        self,
-        submit: Callable[[], int],
-        labels: Sequence[str],
-        prompts: Prompts,
-        *,
-        streaming: bool,
-        record_timestamps: bool,
-        numbered: bool,
-        claims: bool = False,
-    ) -> int:
-        """Submits sequences and enters them into the books; those that come too late get their failed outputs. Returns
-        the id of the first."""
-        created = time.perf_counter()
-        kept = prompts if streaming else None
-        try:
-            first = submit()
-        except _native.EngineClosed as closed:
-            first, kept = self._refused(closed, labels, created), prompts
-        if isinstance(kept, np.ndarray):
-            kept = kept.copy()  # the caller's may change
-        self._books.add(
-            first,
-            labels,
-            kept,
-            n=len(labels) // len(prompts),
-            created=created,
-            record_timestamps=record_timestamps,
-            numbered=numbered,
-        )
-        if claims or self._handlers.awaits:
-            for sequence, label in enumerate(labels, first):
-                if claims:
-                    self._engine.claim(sequence)
-                self._handlers.come(label, sequence)
-        return first
-
-    def _check_rules(self, priority: int, cache_salt: str | None, tenant: str | None) -> None:
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise TypeError(f"priority is {priority!r}, but must be an integer")
-        if abs(priority) > _MOST_PRIORITY:
-            raise ValueError(f"priority is {priority}, but must be between -{_MOST_PRIORITY} and {_MOST_PRIORITY}")
-        for name, text in (("cache_salt", cache_salt), ("tenant", tenant)):
-            if text is not None and not isinstance(text, str):
-                raise TypeError(f"{name} is {text!r}, but must be a string or None")
-        if tenant is not None and self.config.fairness is None:
-            raise ValueError(f"tenant is {tenant!r}, but fairness is None: set fairness='tenant' in the config")
-
-    def _check_free(self, labels: Sequence[str]) -> None:
-        for taken in labels:
-            if taken in self._books:
-                raise ValueError(
-                    f"request_id {taken!r} is taken: a request of that name is in flight or waits to be collected"
-                )
+        terms = Terms(max_new_tokens, streaming, record_timestamps, eos_token_id, priority, cache_salt, tenant)
+        return self._requests.add_many(inputs, terms, self.options)
 
     def family(self, label: str) -> list[str]:
         """The labels of a request's sequences, its own first."""
-        return [label, *(f"{label}__child#{child}" for child in range(self.options.num_return_sequences - 1))]
-
-    def _bounds(self, lengths: npt.NDArray[np.int64], max_new_tokens: int | None) -> npt.NDArray[np.int64]:
-        if max_new_tokens is not None:
-            if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
-                raise TypeError(f"max_new_tokens is {max_new_tokens!r}, but must be an integer of at least 1")
-            return np.full(len(lengths), min(max_new_tokens, _MOST_NEW_TOKENS), np.int64)
-        kinds, of_prompt = np.unique(lengths, return_inverse=True)
-        bounds = [min(self.options.new_tokens_for(int(kind), self._token_limit), _MOST_NEW_TOKENS) for kind in kinds]
-        return np.array(bounds, np.int64)[of_prompt]
-
-    def _refused(self, closed: _native.EngineClosed, labels: Sequence[str], now: float) -> int:
-        """Gives sequences that come too late their failed outputs; the id of the first."""
-        if self.fatal_error is not None:
-            raise RuntimeError(str(closed)) from self.fatal_error
-        logger.warning(f"Request {labels[0]!r} is refused: {closed}")
-        return min(self._engine.refuse(str(closed), now) for _ in labels)
+        return self._requests.family(label, self.options)
 
     def checked(self, inputs: Sequence[Prompt], max_new_tokens: int | None = None) -> list[npt.NDArray[np.int64]]:
         """Prompts as arrays, each fit to be added.
@@ -763,16 +454,7 @@ class ContinuousBatchingManager:
         Raises:
             TypeError, ValueError: As `add_request`, naming the prompt by its index.
         """
-        prompts = [prompt_array(prompt, f"inputs[{index}]") for index, prompt in enumerate(inputs)]
-        for index, prompt in enumerate(prompts):
-            bound = max_new_tokens
-            if bound is None:
-                bound = self.options.new_tokens_for(len(prompt), self._token_limit)
-            try:
-                self._engine.check(prompt, min(bound, _MOST_NEW_TOKENS))
-            except ValueError as error:
-                raise ValueError(f"inputs[{index}]: {error}") from None
-        return prompts
+        return self._requests.checked(inputs, max_new_tokens, self.options)
 
     def cancel_request(self, request_id: str) -> None:
         """Ends a request; its output comes with `finish_reason` `cancelled`. One that ended is left alone.
@@ -799,16 +481,11 @@ class ContinuousBatchingManager:
             KeyError: No request of that label is in flight or has an output to be taken.
             RuntimeError: The loop died (its cause is chained), or the request has a result handler.
         """
-        if request_id is not None:
-            with self._claimed(request_id) as ordinal:
-                return self._take_for(ordinal, timeout)
-        deadline = _Deadline(timeout)
-        while self._waited(lambda: self._engine.wait_next(deadline.left)):
-            with self._lock:
-                event = self._engine.take_next()
-                if event is not None:
-                    return self._books.output(event)
-        return None
+        deadline = Deadline(timeout)
+        if request_id is None:
+            return self._readers.take_next(deadline)
+        with self._readers.claimed(request_id) as sequence:
+            return self._readers.take_for(sequence, deadline)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """Outputs as they come, until the manager is stopped and the last is taken."""
@@ -825,8 +502,8 @@ class ContinuousBatchingManager:
         Raises:
             KeyError: No request of that label is in flight or has an output to be taken.
         """
-        with self._claimed(request_id) as ordinal:
-            while (output := self._take_for(ordinal, None)) is not None:
+        with self._readers.claimed(request_id) as sequence:
+            while (output := self._readers.take_for(sequence, Deadline(None))) is not None:
                 yield output
                 if output.is_finished():
                     return
@@ -844,12 +521,15 @@ class ContinuousBatchingManager:
             callback: Called with each output.
 
         Raises:
-            RuntimeError: No event loop runs in this thread; or the manager was destroyed.
+            TypeError: A label that is no string, or a callback that cannot be called.
+            RuntimeError: No event loop runs in this thread; or the manager was destroyed, or its loop died.
         """
+        check_text("request_id", request_id)
+        if not callable(callback):
+            raise TypeError(f"callback is {callback!r}, but must be callable with an output")
+        self._worker.fail_if_over()
         loop = asyncio.get_running_loop()
         with self._lock:
-            if self._destroyed:
-                raise RuntimeError("the manager was destroyed: make a new one")
             if request_id in self._books:
                 self._handlers.add(self._books.id_of(request_id), loop, callback)
             else:
@@ -868,38 +548,9 @@ class ContinuousBatchingManager:
             elif not self._handlers.stop_awaiting(request_id):
                 raise KeyError(f"request {request_id!r} has no result handler")
 
-    @contextlib.contextmanager
-    def _claimed(self, request_id: str) -> Iterator[int]:
-        with self._lock:
-            # The last output is taken under this lock too: a claim on what has ended cannot come to be.
-            ordinal = self._books.id_of(request_id)
-            if ordinal in self._handlers:
-                raise RuntimeError(f"request {request_id!r} has a result handler, which gets its outputs")
-            self._engine.claim(ordinal)
-        try:
-            yield ordinal
-        finally:
-            self._engine.unclaim(ordinal)
-
-    def _take_for(self, ordinal: int, timeout: float | None) -> GenerationOutput | None:
-        deadline = _Deadline(timeout)
-        while self._waited(lambda: self._engine.wait_for(ordinal, deadline.left)):
-            with self._lock:
-                event = self._engine.take_for(ordinal)
-                if event is not None:
-                    return self._books.output(event)
-                if not self._books.is_open(ordinal):
-                    raise KeyError("the last output of the request was taken by another reader")
-        return None
-
-    def _waited(self, wait: Callable[[], bool]) -> bool:
-        """Whether there is something to take; not, when time is up or the manager is stopped."""
-        try:
-            return wait()
-        except _native.EngineClosed as closed:
-            if self.fatal_error is not None:
-                raise RuntimeError(str(closed)) from self.fatal_error
-            return False
+    def _output_of(self, event: _native.Event) -> GenerationOutput:
+        # Of the manager, so that it stays for as long as somebody has a handler.
+        return self._books.output(event)
 
     # ------------------------------------------------------------------- facts
 
@@ -962,47 +613,6 @@ class ContinuousBatchingManager:
         """Bytes of the pool, trash included."""
         return self._session.cache.nbytes
 
-    @property
-    def _token_limit(self) -> int:
-        """Tokens of a sequence that model and pool bear."""
-        bounds = (self._engine.token_capacity, self.facts.max_positions, self.facts.limit)
-        return min(bound for bound in bounds if bound is not None)
-
-    # -------------------------------------------------------------- the thread
-
-    def _run(self) -> None:
-        cause = "the manager is stopped"
-        try:
-            with self._modes.entered():
-                while self._gate.rest(self._stop_request):
-                    with evaluating(self.model):
-                        if not run_sync(self._session, self._stop_request, self._gate.is_due):
-                            break
-                    release_team()  # whoever holds the pause may compute now
-            self._knowledge.give_recordings(self._session.forward.recordings)
-        except BaseException as error:
-            logger.error("the loop died", exc_info=error)
-            self.fatal_error = error
-            self._session.runner.linears = None  # no start will follow
-            cause = f"the loop died: {type(error).__name__}: {error}"
-            self._engine.reopen()  # the cause of a death comes before that of a stop
-            self._engine.close_inbox(cause)
-            self._engine.fail_all(cause, time.perf_counter())
-        finally:
-            # Whatever happened above, no reader waits for what will not come.
-            self._gate.end()
-            self._engine.close_outbox(cause)
-            _running.discard(self)
-            with self._control:
-                self._rests = True
-            self._keep_if_asked()
-
-    def _keep_if_asked(self) -> None:
-        """Gives a manager at rest to its model, if the last stop asked for that. One that is kept while it still runs
-        would have its requests ended by the next."""
-        if self._keeps and not self._destroyed and self.fatal_error is None:
-            keep(self)
-
 
 def _options(
     model: PreTrainedModel,
@@ -1022,33 +632,13 @@ def _options(
     return options
 
 
-class _Deadline:
-    """Seconds that are left of a time-out; None: there is none."""
-
-    def __init__(self, timeout: float | None) -> None:
-        self._end = None if timeout is None else time.perf_counter() + timeout
-
-    @property
-    def left(self) -> float | None:
-        return None if self._end is None else max(0.0, self._end - time.perf_counter())
-
-
-def _salt(cache_salt: str | None) -> str:
-    # An empty salt is a salt, too.
-    return "" if cache_salt is None else f"={cache_salt}"
+def _end(worker: weakref.ref[Worker]) -> None:
+    # While its thread runs it is there.
+    if (running := worker()) is not None:
+        running.ask_to_end(StopLevel.HARD)
 
 
 def _resolved(value: int | None) -> int:
     if value is None:
         raise AssertionError("a resolved config leaves no size open")
     return value
-
-
-# Managers whose loop runs: a process that ends must not tear torch down under them.
-_running: "weakref.WeakSet[ContinuousBatchingManager]" = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_all() -> None:
-    for manager in list(_running):
-        manager.stop(hard_stop=True, timeout=10)

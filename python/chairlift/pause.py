@@ -3,9 +3,11 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from chairlift import _native
+from chairlift.deadline import Deadline
 from chairlift.engine.loop import IDLE_WAIT_S, StopRequest, is_over
 
 InFlight = Literal["keep", "wait", "abort"]
@@ -15,13 +17,18 @@ Kv = Literal["keep", "recompute"]
 _LOOK_S = 0.05
 
 
-class Pause:
-    """A pause of a manager that somebody holds: until `resume`, or the end of a `with` block."""
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What somebody asked a pause for."""
 
-    def __init__(
-        self, manager: Any, *, requests: InFlight = "keep", kv: Kv | None = None, release_memory: bool = False
-    ) -> None:
-        """See `ContinuousBatchingManager.pause`, which makes them."""
+    requests: InFlight
+    kv: Kv
+    release_memory: bool
+    thread: int
+
+    @classmethod
+    def of(cls, requests: InFlight, kv: Kv | None, *, release_memory: bool) -> "Asked":
+        """By this thread; see `ContinuousBatchingManager.pause`."""
         _check("requests", requests, get_args(InFlight))
         if kv is not None:
             _check("kv", kv, get_args(Kv))
@@ -30,11 +37,17 @@ class Pause:
                 "kv is 'keep', but release_memory gives the memory away that K and V are in: leave kv out, or say "
                 "'recompute'"
             )
+        kv = kv or ("recompute" if release_memory else "keep")
+        return cls(requests, kv, release_memory, threading.get_ident())
+
+
+class Pause:
+    """A pause of a manager that somebody holds: until `resume`, or the end of a `with` block."""
+
+    def __init__(self, manager: Any, asked: Asked) -> None:
+        """Made by a manager."""
         self._manager = manager
-        self.requests = requests
-        self.kv: Kv = kv or ("recompute" if release_memory else "keep")
-        self.release_memory = release_memory
-        self.thread = threading.get_ident()
+        self.asked = asked
 
     def resume(self) -> None:
         """Ends the pause. After the last of several that are held the loop goes on, with the weights as they are then.
@@ -60,12 +73,12 @@ def _check(name: str, value: object, possible: tuple[str, ...]) -> None:
 
 
 class Gate:
-    """Where the loop rests while pauses are held."""
+    """Where the loop rests while pauses are held. It holds no manager: one that is dropped with its pauses is ended."""
 
     def __init__(self, engine: _native.Engine) -> None:
         self._engine = engine
         self._changed = threading.Condition()
-        self._held: list[Pause] = []
+        self._held: list[Asked] = []
         self._rests = False
         self._error: BaseException | None = None
 
@@ -75,26 +88,25 @@ class Gate:
         return self._rests and bool(self._held)
 
     @property
-    def held(self) -> list[Pause]:
+    def held(self) -> list[Asked]:
         """The pauses that are held, the oldest first."""
         with self._changed:
             return self._held[:]
 
-    def hold(self, pause: Pause, is_running: Callable[[], bool], timeout: float | None) -> bool:
+    def hold(self, pause: Asked, is_running: Callable[[], bool], deadline: Deadline) -> bool:
         """Asks the loop to rest, and waits until it does and the pause has what it waits for.
 
         Returns:
             Whether the pause is held; not, when the loop ended or time is up.
         """
-        end = None if timeout is None else time.perf_counter() + timeout
         with self._changed:
             self._held.append(pause)
             self._tell()
             held = False
             try:
                 while not (held := self._rests and self._has_come(pause)) and is_running():
-                    left = _LOOK_S if end is None else min(_LOOK_S, end - time.perf_counter())
-                    if left <= 0:
+                    left = deadline.left_up_to(_LOOK_S)
+                    if not left:
                         break
                     self._changed.wait(left)
             finally:
@@ -103,7 +115,7 @@ class Gate:
                     self._tell()
             return held
 
-    def let_go(self, pause: Pause, error: BaseException | None = None) -> None:
+    def let_go(self, pause: Asked, error: BaseException | None = None) -> None:
         """The pause is over. After the last one the loop goes on, or dies of an error."""
         with self._changed:
             self._held.remove(pause)
@@ -146,7 +158,7 @@ class Gate:
             self._rests = False
             self._changed.notify_all()
 
-    def _has_come(self, pause: Pause) -> bool:
+    def _has_come(self, pause: Asked) -> bool:
         return pause.requests != "wait" or not self._engine.admitted
 
     def _tell(self) -> None:
