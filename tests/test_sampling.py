@@ -201,3 +201,74 @@ def test_of_equal_logits_the_first_is_the_greedy_token_and_no_number_before_all(
 def _first_of_the_largest(row: list[float]) -> int:
     no_number = [index for index, value in enumerate(row) if value != value]
     return no_number[0] if no_number else row.index(max(row))
+
+
+def test_each_request_draws_by_values_of_its_own(llama: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the generation config has none: https://github.com/huggingface/transformers/issues/45026."""
+    hot = GenerationConfig(max_new_tokens=20, do_sample=True, temperature=1.0, top_k=0, eos_token_id=-1)
+    prompt = [5, 6, 7]
+    own = [{"temperature": 0.5}, {"temperature": 2}, {"top_k": 1}, {"top_p": 0.01}, {"do_sample": False}, {}]
+    together, apart = [], []
+    for fields in own:
+        config = GenerationConfig.from_dict({**hot.to_dict(), **fields})
+        settings = chairlift.ContinuousBatchingConfig(page_size=4, num_blocks=256, seed=7)
+        (output,) = chairlift.generate_batch(llama, [prompt], config, settings).values()
+        apart.append(output.generated_tokens)
+    settings = chairlift.ContinuousBatchingConfig(page_size=4, num_blocks=256, seed=7, per_request_processors=True)
+    for fields in own:
+        # The draws of a request depend on its place: each is the first of its manager, with others beside it.
+        with chairlift.continuous_batching_context_manager(llama, hot, continuous_batching_config=settings) as manager:
+            label = manager.add_request(prompt, **fields)
+            others = manager.add_requests([prompt, prompt], temperature=0.3, top_k=3)
+            output = manager.get_result(label)
+            assert output is not None
+            together.append(output.generated_tokens)
+            assert [manager.get_result(other) for other in others]
+    assert together == apart
+    assert len({tuple(tokens) for tokens in apart}) == 4, "0.5, 2, greedy three times, and 1"
+    assert "per_request_processors" not in caplog.text
+
+
+def test_values_of_its_own_are_honoured_where_the_config_did_not_announce_them(
+    llama: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with chairlift.continuous_batching_context_manager(llama, SAMPLED) as manager:
+        labels = [manager.add_request([5, 6, 7], top_k=1) for _ in range(2)]
+        first, second = (manager.get_result(label) for label in labels)
+    assert first is not None
+    assert second is not None
+    assert first.generated_tokens == second.generated_tokens
+    assert caplog.text.count("per_request_processors is False") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"temperature": -1.0}, ValueError, "temperature is -1"),
+        ({"temperature": 0}, ValueError, "temperature is 0"),
+        ({"temperature": "hot"}, TypeError, "temperature is 'hot'"),
+        ({"temperature": True}, TypeError, "temperature is True"),
+        ({"top_k": 1.5}, TypeError, "top_k is 1.5"),
+        ({"top_k": -1}, ValueError, "top_k is -1"),
+        ({"top_p": 1.5}, ValueError, "top_p is 1.5"),
+        ({"do_sample": 1}, TypeError, "do_sample is 1"),
+        ({"do_sample": False, "top_p": 0.5}, ValueError, "top_p=0.5 would have no effect: do_sample is False"),
+        ({"min_p": 0.1}, TypeError, "min_p"),
+    ],
+    ids=str,
+)
+def test_values_of_a_request_that_cannot_be_are_refused_at_once_and_harm_nobody(
+    llama: PreTrainedModel, fields: dict, error: type[Exception], message: str
+) -> None:
+    with chairlift.continuous_batching_context_manager(llama, SAMPLED) as manager:
+        other = manager.add_request([5, 6, 7])
+        for add in (
+            manager.add_request,
+            manager.submit,
+            lambda prompt, **fields: manager.add_requests([prompt], **fields),
+        ):
+            with pytest.raises(error, match=message):
+                add([5, 6, 7], **fields)
+        output = manager.get_result(other)
+        assert output is not None
+        assert output.finish_reason == "length"

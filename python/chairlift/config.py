@@ -72,7 +72,8 @@ class ContinuousBatchingConfig:
             take, 0 to 1; a larger `cpu_offload_space` is lowered to it, with a warning. 0: no such bound.
         max_queue_size: Bound on sequences that wait to be admitted for the first time; 0: none. One more raises
             `QueueFull` at once.
-        per_request_processors: Accepted. Requests have no processors of their own yet, so it changes nothing.
+        per_request_processors: Says that requests may ask for a temperature, a top-k and a top-p of their own. They may
+            anyway; with False a warning says so, once.
         drop_unsupported_processors: Drop logits processors that are not served, with a warning, instead of refusing
             them.
         disable_nccl_graph_mixing: Accepted; there is no tensor parallelism here.

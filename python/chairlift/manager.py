@@ -355,6 +355,10 @@ class ContinuousBatchingManager:
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str | None = None,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
     ) -> str:
         """Hands a request over.
 
@@ -366,8 +370,13 @@ class ContinuousBatchingManager:
             record_timestamps: Keep the time of each token.
             eos_token_id: Tokens that end it. None: the generation config's; negative: none.
             priority: Requests of a higher one are admitted first, and lose their blocks last.
-            tenant: Whose it is, with `fairness="tenant"`. None: of those that name none.
             cache_salt: The prompt shares the prefix cache only with prompts of the same salt. None: with those without.
+            tenant: Whose it is, with `fairness="tenant"`. None: of those that name none.
+            do_sample: Whether its tokens are drawn, or the most probable ones. None: as the generation config says.
+            temperature: Of its draws, above 0. None: the generation config's.
+            top_k: Its draws are among so many of the most probable tokens; 0: all. None: the generation config's.
+            top_p: And of these, among the most probable ones that together have this probability. None: the generation
+                config's.
 
         Returns:
             The label. With `num_return_sequences` of the generation config, sequences beside the first are labelled
@@ -376,14 +385,27 @@ class ContinuousBatchingManager:
         Raises:
             TypeError: An argument of the wrong type.
             ValueError: A prompt that is empty, has an id outside the vocabulary or cannot fit; a bound below 1; a
-                label that is in flight or whose output nobody took yet.
+                label that is in flight or whose output nobody took yet; values of a draw that are out of bounds, or
+                where nothing is drawn.
             QueueFull: `max_queue_size` requests wait already.
             RuntimeError: The loop died; its cause is chained.
 
         A stopped manager takes no requests: it says so in a warning, and the output comes failed at once. One that is
         not started yet takes them, and serves them from its start on.
         """
-        terms = Terms(max_new_tokens, streaming, record_timestamps, eos_token_id, priority, cache_salt, tenant)
+        terms = Terms(
+            max_new_tokens,
+            streaming,
+            record_timestamps,
+            eos_token_id,
+            priority,
+            cache_salt,
+            tenant,
+            do_sample,
+            temperature,
+            top_k,
+            top_p,
+        )
         labels, _ = self._requests.add(input_ids, request_id, terms, self.options)
         return labels[0]
 
@@ -398,6 +420,10 @@ class ContinuousBatchingManager:
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str | None = None,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
     ) -> RequestHandle:
         """Hands a request over, as `add_request` does, and returns a handle: `handle.result()`, `await handle`,
         `for output in handle` or `async for output in handle`. Nobody else gets the request's outputs while it is kept.
@@ -405,7 +431,19 @@ class ContinuousBatchingManager:
         Raises:
             As `add_request`.
         """
-        terms = Terms(max_new_tokens, streaming, record_timestamps, eos_token_id, priority, cache_salt, tenant)
+        terms = Terms(
+            max_new_tokens,
+            streaming,
+            record_timestamps,
+            eos_token_id,
+            priority,
+            cache_salt,
+            tenant,
+            do_sample,
+            temperature,
+            top_k,
+            top_p,
+        )
         labels, first = self._requests.add(input_ids, request_id, terms, self.options, claims=True)
         children = [RequestHandle(self, label, first + nth, ()) for nth, label in enumerate(labels[1:], 1)]
         return RequestHandle(self, labels[0], first, tuple(children))
@@ -420,6 +458,10 @@ class ContinuousBatchingManager:
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str | None = None,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
     ) -> list[str]:
         """Hands several requests over: all of them, or none.
 
@@ -432,6 +474,10 @@ class ContinuousBatchingManager:
             priority: See `add_request`.
             cache_salt: See `add_request`.
             tenant: See `add_request`.
+            do_sample: See `add_request`.
+            temperature: See `add_request`.
+            top_k: See `add_request`.
+            top_p: See `add_request`.
 
         Returns:
             The labels, in order.
@@ -441,7 +487,19 @@ class ContinuousBatchingManager:
             QueueFull: There is not room for all of them; none was taken.
             RuntimeError: The loop died; its cause is chained.
         """
-        terms = Terms(max_new_tokens, streaming, record_timestamps, eos_token_id, priority, cache_salt, tenant)
+        terms = Terms(
+            max_new_tokens,
+            streaming,
+            record_timestamps,
+            eos_token_id,
+            priority,
+            cache_salt,
+            tenant,
+            do_sample,
+            temperature,
+            top_k,
+            top_p,
+        )
         return self._requests.add_many(inputs, terms, self.options)
 
     def family(self, label: str) -> list[str]:

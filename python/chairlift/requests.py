@@ -15,7 +15,7 @@ from chairlift.books import Books
 from chairlift.config import ContinuousBatchingConfig
 from chairlift.handlers import Handlers
 from chairlift.prompts import Prompt, Prompts, packed_prompts, prompt_array
-from chairlift.sampling.options import GenerationOptions, eos_tuple
+from chairlift.sampling.options import GenerationOptions, SamplingOptions, eos_tuple
 
 logger = logging.get_logger(__name__)
 
@@ -35,6 +35,15 @@ class Terms:
     priority: int
     cache_salt: str | None
     tenant: str | None
+    do_sample: bool | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What is asked for of the choice of tokens."""
+        return {name: getattr(self, name) for name in ("do_sample", "temperature", "top_k", "top_p")}
 
     def __post_init__(self) -> None:
         bound, priority = self.max_new_tokens, self.priority
@@ -87,6 +96,7 @@ class Requests:
         self._config = config
         self._fail_if_dead = fail_if_dead
         self._most_tokens = most_tokens
+        self._told = False
 
     def family(self, label: str, options: GenerationOptions) -> list[str]:
         """The labels of a request's sequences, its own first."""
@@ -175,11 +185,13 @@ class Requests:
         """What the engine is told of one request as of many."""
         if terms.tenant is not None and self._config.fairness is None:
             raise ValueError(f"tenant is {terms.tenant!r}, but fairness is None: set fairness='tenant' in the config")
+        sampling = options.sampling.with_asked(**terms.sampling)
+        self._tell_of_processors(sampling, options)
         eos = options.eos_token_ids if terms.eos_token_id is None else eos_tuple(terms.eos_token_id)
         return {
             "n": options.num_return_sequences,
             "eos": list(eos),
-            "sampling": options.sampling,
+            "sampling": sampling.native(),
             "priority": terms.priority,
             "tenant": terms.tenant or "",
             # An empty salt is a salt, too.
@@ -188,6 +200,14 @@ class Requests:
             "record_timestamps": terms.record_timestamps,
             "record_logprobs": self._config.return_logprobs,
         }
+
+    def _tell_of_processors(self, sampling: SamplingOptions, options: GenerationOptions) -> None:
+        if sampling == options.sampling or self._config.per_request_processors or self._told:
+            return
+        self._told = True
+        logger.warning(
+            "per_request_processors is False, but requests ask for values of their own: each gets what it asked for."
+        )
 
     def _free_labels(self, count: int, options: GenerationOptions) -> list[str]:
         return self._books.free_labels(count, lambda label: self.family(label, options))

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -61,6 +61,60 @@ _INSTEAD = {
 
 
 @dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen.
+
+    Attributes:
+        do_sample: Drawn; else the most probable one.
+        temperature: Of a draw.
+        top_k: Draws are among the most probable tokens, so many of them; 0: all.
+        top_p: And of these, among the most probable ones that together have this probability.
+    """
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name} is {value!r}, but must be a number")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int):
+            raise TypeError(f"top_k is {self.top_k!r}, but must be an integer")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}, but must be at least 0 (0: all tokens)")
+        if not isinstance(self.do_sample, bool):
+            raise TypeError(f"do_sample is {self.do_sample!r}, but must be True or False")
+
+    def with_asked(self, **asked: Any) -> "SamplingOptions":
+        """These, but for what somebody asked for; None was not asked for.
+
+        Raises:
+            TypeError: A value of the wrong type.
+            ValueError: A value out of its bounds, or of a draw where nothing is drawn.
+        """
+        asked = {name: value for name, value in asked.items() if value is not None}
+        options = replace(self, **asked)
+        of_draws = sorted(set(asked) - {"do_sample"})
+        if of_draws and not options.do_sample:
+            values = " and ".join(f"{name}={asked[name]!r}" for name in of_draws)
+            raise ValueError(f"{values} would have no effect: do_sample is False, pass do_sample=True beside it")
+        return options
+
+    def native(self) -> _native.Sampling:
+        """For the engine.
+
+        Raises:
+            ValueError: A value out of its bounds.
+        """
+        if not self.do_sample:
+            return _native.Sampling.greedy()
+        return _native.Sampling.draw(float(self.temperature), min(self.top_k, 2**31 - 1), float(self.top_p))
+
+
+@dataclass(frozen=True)
 class GenerationOptions:
     """How requests generate, unless they say otherwise.
 
@@ -75,7 +129,7 @@ class GenerationOptions:
     max_new_tokens: int | None
     max_length: int | None
     eos_token_ids: tuple[int, ...]
-    sampling: _native.Sampling
+    sampling: SamplingOptions
     num_return_sequences: int = 1
 
     @classmethod
@@ -184,12 +238,11 @@ def _refuse_unserved(config: GenerationConfig, drop_processors: bool) -> None:
         warnings.warn(f"not served yet and dropped, as asked: {', '.join(dropped)}", UserWarning, stacklevel=4)
 
 
-def _sampling(config: GenerationConfig) -> _native.Sampling:
-    if not config.do_sample:
-        return _native.Sampling.greedy()
-    temperature = 1.0 if config.temperature is None else float(config.temperature)
-    top_k = 0 if config.top_k is None else int(config.top_k)
-    top_p = 1.0 if config.top_p is None else float(config.top_p)
-    if top_k < 0:
-        raise ValueError(f"top_k is {top_k}, but must be at least 0 (0: all tokens)")
-    return _native.Sampling.draw(temperature, min(top_k, 2**31 - 1), top_p)
+def _sampling(config: GenerationConfig) -> SamplingOptions:
+    # Without draws their values change nothing, whatever they are.
+    values = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")} if config.do_sample else {}
+    options = SamplingOptions(
+        do_sample=bool(config.do_sample), **{name: value for name, value in values.items() if value is not None}
+    )
+    options.native()  # its bounds
+    return options
