@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -373,7 +374,7 @@ class Ended:
 def test_the_name_of_a_first_sample_that_has_ended_still_stands_for_all(requests: int) -> None:
     books = Books()
     labels = [name for n in range(requests) for name in (f"req_{n}", f"req_{n}__child#0", f"req_{n}__child#1")]
-    books.add(10, labels, None, n=3, created=0.0, record_timestamps=False, numbered=True)
+    books.add(10, labels, None, n=3, created=0.0, record_timestamps=False, numbered_to=None)
     first = 10 + 3 * (requests - 1)
     label = f"req_{requests - 1}"
     assert books.output(Ended(first)).request_id == label
@@ -427,3 +428,37 @@ def test_generate_batch_puts_samples_beside_their_prompt(llama: PreTrainedModel)
     for value in (0, -1):
         with pytest.raises((ValueError, TypeError), match="num_return_sequences"):
             chairlift.generate_batch(llama, [text(5)], num_return_sequences=value)
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_came_together_keeps_its_labels_in_the_order_of_the_inputs(
+    llama: PreTrainedModel, streaming: bool, as_array: bool
+) -> None:
+    prompts = [text(9, seed) for seed in (5, 2, 7, 1, 2, 6)]
+    inputs: Any = np.array(prompts) if as_array else prompts
+    generation = GenerationConfig(max_new_tokens=3, do_sample=True, top_k=1, num_return_sequences=2)
+    with serving(llama, generation) as manager:
+        labels = manager.add_requests(inputs, streaming=streaming)
+        if as_array:
+            inputs[:] = 0  # the caller's to change
+        assert labels == [f"req_{number}" for number in range(6)]
+        for label, prompt in zip(labels, prompts, strict=True):
+            for sequence in manager.family(label):
+                (*_, output) = manager.request_id_iter(sequence)
+                assert output.prompt_ids == prompt
+                assert output.generated_tokens == reference(llama, prompt, 3)[0]
+        assert manager.add_request(text(4)) == "req_6"
+
+
+def test_of_what_came_together_those_that_begin_alike_find_each_other_in_a_small_pool(llama: PreTrainedModel) -> None:
+    beginnings = [text(24, seed) for seed in range(6)]
+    prompts = [beginnings[nth % 6] + text(3, 100 + nth) for nth in range(36)]
+    # Room for two prompts: one after the other, none would find its beginning there still.
+    with serving(llama, num_blocks=20, max_requests_per_batch=1, safety_margin=0.0) as manager:
+        apart = [result(manager, manager.add_request(prompt)) for prompt in prompts]
+    with serving(llama, num_blocks=20, max_requests_per_batch=1, safety_margin=0.0) as manager:
+        together = serve(manager, prompts)
+    assert sum(output.cached_tokens for output in apart) == 0
+    assert sum(output.cached_tokens for output in together) >= 30 * 24
+    assert_generates(llama, together)

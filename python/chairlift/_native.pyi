@@ -564,9 +564,12 @@ class Engine:
         streaming: bool = False,
         record_timestamps: bool = False,
         record_logprobs: bool = False,
-    ) -> int:
+        sorts: bool = False,
+    ) -> tuple[int, list[int]]:
         """Hands several requests over, or none: int64 buffers of all prompts one after the other, of their lengths, and
-        of a bound for each. Returns the id of the first sequence of the first; those of the others follow.
+        of a bound for each. Returns the id of the first sequence of the first; those of the others follow, in the
+        order of the places that comes with it: as given, or with `sorts` by their tokens, so that those that begin
+        alike are neighbours.
 
         Raises:
             ValueError: As `submit`, naming the prompt by its place.

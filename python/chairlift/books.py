@@ -118,7 +118,7 @@ class Books:
         n: int,
         created: float,
         record_timestamps: bool,
-        numbered: bool,
+        numbered_to: str | None,
     ) -> None:
         """Enters sequences, whose ids follow one another.
 
@@ -129,7 +129,7 @@ class Books:
             n: Labels for each prompt.
             created: When they were submitted.
             record_timestamps: Whether their outputs carry the time of each token.
-            numbered: Whether the labels are from `free_labels`.
+            numbered_to: The last of `free_labels`, where the labels are from there.
         """
         self._ids.update(zip(labels, range(first, first + len(labels)), strict=True))
         if n > 1:
@@ -142,8 +142,8 @@ class Books:
         else:
             self._batches[first] = _Batch(labels, prompts, n, created, record_timestamps, len(labels))
             self._firsts.append(first)
-        if numbered:
-            self._next_label = int(labels[-n].removeprefix("req_")) + 1
+        if numbered_to is not None:
+            self._next_label = int(numbered_to.removeprefix("req_")) + 1
 
     def id_of(self, label: str) -> int:
         """The id of a sequence.

@@ -463,7 +463,8 @@ class ContinuousBatchingManager:
         top_k: int | None = None,
         top_p: float | None = None,
     ) -> list[str]:
-        """Hands several requests over: all of them, or none.
+        """Hands several requests over: all of them, or none. Those that begin alike are served one after the other, so
+        that they share K and V while these are there.
 
         Args:
             inputs: The prompts; or an array with one in each row.
@@ -480,7 +481,7 @@ class ContinuousBatchingManager:
             top_p: See `add_request`.
 
         Returns:
-            The labels, in order.
+            The labels, in the order of the inputs.
 
         Raises:
             TypeError, ValueError: As `add_request`, naming the prompt by its place.

@@ -128,7 +128,7 @@ class Requests:
             labels = self.family(name, options)
             self._check_free(labels)
             first = self._enter(
-                lambda: self._engine.submit(prompt, max_new_tokens=min(bound, _MOST_NEW_TOKENS), **common),
+                lambda: (self._engine.submit(prompt, max_new_tokens=min(bound, _MOST_NEW_TOKENS), **common), [0]),
                 labels,
                 [prompt],
                 terms,
@@ -143,7 +143,7 @@ class Requests:
         if not len(lengths):
             return []
         bounds = self._bounds(lengths, terms, options)
-        common = self._common(terms, options)
+        common = {**self._common(terms, options), "sorts": bool(self._config.match_unit)}
         n = options.num_return_sequences
         wanted = len(lengths) * n
         if 0 < self._config.max_queue_size < wanted:
@@ -230,7 +230,7 @@ class Requests:
 
     def _enter(
         self,
-        submit: Callable[[], int],
+        submit: Callable[[], tuple[int, list[int]]],
         labels: Sequence[str],
         prompts: Prompts,
         terms: Terms,
@@ -239,23 +239,39 @@ class Requests:
         claims: bool = False,
     ) -> int:
         """Submits sequences and enters them into the books; those that come too late get their failed outputs. Returns
-        the id of the first."""
+        the id of the first.
+
+        Args:
+            submit: Returns it, and the order in which the prompts were taken.
+            labels: Of the sequences.
+            prompts: The prompts, each of as many sequences.
+            terms: What is asked for.
+            numbered: Whether the labels were given, and not chosen.
+            claims: The outputs are for those that ask for them by name.
+        """
         created = time.perf_counter()
-        kept = prompts if terms.streaming else None
+        kept: Prompts | None = prompts if terms.streaming else None
+        n = len(labels) // len(prompts)
+        numbered_to = labels[-n] if numbered else None
         try:
-            first = submit()
+            first, order = submit()
         except _native.EngineClosed as closed:
             first, kept = self._refused(closed, labels, created), prompts
+            order = list(range(len(prompts)))
         if isinstance(kept, np.ndarray):
-            kept = kept.copy()  # the caller's may change
+            kept = kept[order]  # a copy: the caller's may change
+        elif kept is not None:
+            kept = [kept[place] for place in order]
+        if len(order) > 1:
+            labels = [label for place in order for label in labels[place * n : place * n + n]]
         self._books.add(
             first,
             labels,
             kept,
-            n=len(labels) // len(prompts),
+            n=n,
             created=created,
             record_timestamps=terms.record_timestamps,
-            numbered=numbered,
+            numbered_to=numbered_to,
         )
         if claims or self._handlers.awaits:
             for sequence, label in enumerate(labels, first):

@@ -530,7 +530,7 @@ impl Engine {
     }
 
     #[pyo3(signature = (tokens, lengths, max_new_tokens, *, n=1, eos=Vec::new(), sampling=None, priority=0, tenant="",
-        cache_salt="", streaming=false, record_timestamps=false, record_logprobs=false))]
+        cache_salt="", streaming=false, record_timestamps=false, record_logprobs=false, sorts=false))]
     #[allow(clippy::too_many_arguments)] // keyword-only fields
     fn submit_many(
         &self,
@@ -547,7 +547,8 @@ impl Engine {
         streaming: bool,
         record_timestamps: bool,
         record_logprobs: bool,
-    ) -> PyResult<u64> {
+        sorts: bool,
+    ) -> PyResult<(u64, Vec<usize>)> {
         let (lengths, bounds) = (lengths.to_vec(py)?, max_new_tokens.to_vec(py)?);
         let tokens =
             tokens.as_slice(py).ok_or_else(|| PyValueError::new_err("the tokens must be contiguous"))?;
@@ -582,8 +583,18 @@ impl Engine {
             let prompt = prompt.map_err(|error| at_input(place, error))?;
             requests.push(core::Request { prompt, max_new_tokens, ..like.clone() });
         }
-        let submitted = py.detach(|| self.inbox.submit_all(requests));
-        submitted.map(core::RequestId::get).map_err(|(place, error)| at_input(place, error))
+        let mut order: Vec<usize> = (0..requests.len()).collect();
+        let submitted = py.detach(|| {
+            if sorts {
+                order.sort_by(|&one, &other| requests[one].prompt.cmp(&requests[other].prompt));
+                requests = order.iter().map(|&place| std::mem::take(&mut requests[place])).collect();
+            }
+            self.inbox.submit_all(requests)
+        });
+        match submitted {
+            Ok(first) => Ok((first.get(), order)),
+            Err((place, error)) => Err(at_input(order[place], error)),
+        }
     }
 
     fn new_epoch(&self, py: Python<'_>) {
