@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import ContinuousBatchingConfig as Theirs
 
 import chairlift
 from chairlift import ContinuousBatchingConfig, WorkloadHints
 from chairlift.engine.cache import geometry_of
 from chairlift.engine.free_memory import cgroup_memory
-from chairlift.engine.sizing import BatchCost, resolve
+from chairlift.engine.sizing import BatchCost, max_blocks_per_request, resolve
 from chairlift.probe import ModelFacts, learn
-from tiny_models import tiny_model
+from tiny_models import reference, tiny_model
 
 GIB = 1 << 30
 
@@ -72,7 +73,7 @@ def test_a_value_out_of_bounds_is_named_with_its_bound(field: str, value: object
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_blocks_per_request", 32), ("use_async_batching", True),
+        ("use_async_batching", True),
         ("use_cuda_graph", True), ("use_cuda_graph", (False, True)), ("q_padding_interval_size", 64),
         ("kv_padding_interval_size", 64), ("default_compile_level", 1),
         ("varlen_compile_config", {}),
@@ -221,3 +222,49 @@ def test_host_memory_is_what_was_asked_for_and_what_there_is() -> None:
         blocks(cpu_offload_space=1e-9)
     with pytest.raises(ValueError, match="sized by cpu_offload_space_safety_threshold, which is 0"):
         blocks(cpu_offload_space=None, cpu_offload_space_safety_threshold=0.0)
+
+
+@pytest.mark.parametrize(
+    ("hinted", "pages"),
+    [
+        ((30_000, 2_000), 126), ((4_000, 500), 20), ((8_000, 192), 34), ((8_000, 193), 34), ((7_680, 256), 32),
+        ((7_680, 257), 34), ((8_192, 0), 32), ((0, 8_193), 32), ((0, 0), 32), ((1, 1), 2),
+    ],
+)  # fmt: skip
+def test_block_tables_have_room_for_what_is_hinted(hinted: tuple[int, int], pages: int) -> None:
+    hints = WorkloadHints(max_prompt_length=hinted[0], max_generated_length=hinted[1])
+    assert max_blocks_per_request(ContinuousBatchingConfig(), hints) == pages
+    assert max_blocks_per_request(ContinuousBatchingConfig(max_blocks_per_request=5), hints) == 5
+
+
+@pytest.mark.parametrize("pages", [None, 0, 1, 3, 2**31 - 1])
+def test_a_request_that_is_longer_than_its_block_table_makes_it_grow(llama: PreTrainedModel, pages: int | None) -> None:
+    config = ContinuousBatchingConfig(page_size=4, num_blocks=64, max_blocks_per_request=pages)
+    generation = GenerationConfig(max_new_tokens=30, do_sample=False, eos_token_id=-1)
+    manager = chairlift.init_continuous_batching(llama, generation, config)
+    assert manager.config.max_blocks_per_request == (32 if pages is None else pages)
+    manager.start()
+    for length in (3, 140):
+        prompt = [5 + place % 90 for place in range(length)]
+        output = manager.get_result(manager.add_request(prompt), timeout=60)
+        assert output is not None
+        assert output.generated_tokens == reference(llama, prompt, 30)[0]
+    manager.destroy()
+
+
+def test_the_description_says_why() -> None:
+    model = tiny_model("llama")
+    chosen = chairlift.init_continuous_batching(model).describe()
+    assert "replaced, as auto_switch_to_flash allows" in chosen
+    for words in ("the default", "drawn by the system", "leave beside a full batch", "divisor of page_size"):
+        assert words in chosen
+    asked = ContinuousBatchingConfig(
+        page_size=8, num_blocks=9, seed=3, safety_margin=0.5, max_batch_tokens=32, max_requests_per_batch=40,
+        max_blocks_per_request=2, match_unit=4, auto_switch_to_flash=False,
+    )  # fmt: skip
+    lines = chairlift.init_continuous_batching(model, continuous_batching_config=asked).describe().splitlines()
+    for name in ("num_blocks", "seed", "safety_margin", "max_batch_tokens", "max_blocks_per_request", "prefix cache"):
+        (line,) = (line for line in lines if line.startswith(name + " "))
+        assert "(asked for" in line
+    (line,) = (line for line in lines if line.startswith("max_requests_per_batch "))
+    assert line.endswith("32  (as many as a step has tokens)")

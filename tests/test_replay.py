@@ -118,6 +118,13 @@ def test_what_is_changed_in_place_on_the_way_is_changed_in_a_replay_too() -> Non
         return rows
 
     assert assert_served(on_logits(change)).startswith("recorded, ")
+    # The first steps bring parts of a prompt and sample nothing: what is written to is empty.
+    manager = make_manager(on_logits(change), max_batch_tokens=4)
+    manager.start()
+    inputs = prompts([15, 9])
+    assert_equals_generate(manager.model, inputs, serve(manager, inputs), NEW_TOKENS)
+    assert how(manager).startswith("recorded, ")
+    manager.stop()
 
 
 class _Same(torch.autograd.Function):

@@ -5,7 +5,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
@@ -16,6 +16,7 @@ MIN_PAGE_SIZE = 4
 DEFAULT_MAX_BATCH_TOKENS = 8192
 MIN_AUTO_BATCH_TOKENS = 256
 DEFAULT_MAX_REQUESTS = 1024
+DEFAULT_BLOCKS_PER_REQUEST = 32
 SAFETY_MARGINS: Mapping[str, float] = {"fifo": 0.15, "prefill_first": 0.0}
 MEMORY_PERCENT_CPU = 0.6
 MIN_TENANT_WEIGHT, MAX_TENANT_WEIGHT = 0.001, 1000
@@ -36,7 +37,8 @@ class ContinuousBatchingConfig:
             a CPU.
         max_requests_per_batch: Requests of a step. None: as many as the hints tell, else 1024; never more than
             `max_batch_tokens`.
-        max_blocks_per_request: Bound on a block table for the decode fast path of flash backends. None or 0 here.
+        max_blocks_per_request: Pages that a request's block table has room for at first; it grows where a longer
+            request needs it. None: from the hinted lengths, one more than these take and an even number, else 32.
         allow_block_sharing: Prompts that begin alike share K and V of what they have in common (the prefix cache).
         match_unit: Tokens of an entry of the prefix cache, a divisor of `page_size`: prompts share what they have in
             common once that is an entry. None: the largest divisor that is at most 32. 0: no prefix cache.
@@ -251,7 +253,6 @@ class ContinuousBatchingConfig:
     def _refuse_unserved(self) -> None:
         graphs = self.use_cuda_graph if isinstance(self.use_cuda_graph, tuple | list) else (self.use_cuda_graph,)
         unserved = {
-            "max_blocks_per_request": (bool(self.max_blocks_per_request), "must be None or 0"),
             "use_async_batching": (bool(self.use_async_batching), "must be None or False"),
             "use_cuda_graph": (any(graphs), "must be None or False"),
             "q_padding_interval_size": (self.q_padding_interval_size != 0, "must be 0"),
@@ -296,12 +297,14 @@ class ResolvedConfig(ContinuousBatchingConfig):
         decode_fast_path: Whether steps of decodes alone take a path of their own.
         cuda_graphs: Whether steps are graphs: (varlen, decode).
         swap_blocks: Blocks of host memory for victims.
+        reasons: Why fields have the values that were chosen for them.
     """
 
     attention: str = ""
     decode_fast_path: bool = False
     cuda_graphs: tuple[bool, bool] = (False, False)
     swap_blocks: int = 0
+    reasons: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of_config(cls, config: ContinuousBatchingConfig, **values: Any) -> "ResolvedConfig":

@@ -19,6 +19,7 @@ from chairlift.books import Books
 from chairlift.config import DEFAULT_MAX_BATCH_TOKENS, ContinuousBatchingConfig
 from chairlift.deadline import Deadline
 from chairlift.derived import Derived
+from chairlift.described import described
 from chairlift.engine.cache import geometry_of
 from chairlift.engine.check import check_packed
 from chairlift.engine.free_memory import free_memory_bytes
@@ -128,6 +129,7 @@ class ContinuousBatchingManager:
             num_blocks=_resolved(self.config.num_blocks),
             max_batch_tokens=_resolved(self.config.max_batch_tokens),
             max_requests_per_batch=_resolved(self.config.max_requests_per_batch),
+            max_blocks_per_request=_resolved(self.config.max_blocks_per_request),
             safety_margin=self.config.safety_margin or 0.0,
             scheduler_type=self.config.scheduler_type,
             max_queue_size=self.config.max_queue_size,
@@ -632,40 +634,18 @@ class ContinuousBatchingManager:
         return Stats(**self._engine.stats(), groups=tuple(groups))
 
     def describe(self) -> str:
-        """What was learned and chosen, one fact a line."""
-        facts, geometry, config = self.facts, self.geometry, self.config
-        blocks = _resolved(config.num_blocks)
-        batch = self.batch_cost.of(_resolved(config.max_batch_tokens), _resolved(config.max_requests_per_batch))
-        host_bytes = config.swap_blocks * geometry.block_bytes
-        shared = sum(call.reads_from != call.ordinal for call in facts.calls)
-        lines = {
-            "model": f"{type(self.model).__name__}, {self.model.dtype}, {self.model.device}",
-            "attention calls": f"{len(facts.calls)} ({shared} read the pages of another)",
-            "kinds": len({call.kind for call in facts.calls}),
-            "groups": geometry.described(),
-            "attention backend": f"{config.attention}: {self._session.runner.backend.described}",
-            "linear layers": self._linear_plan.described(),
-            "forward": self._session.forward.describe(),
-            "page_size": config.page_size,
-            "num_blocks": blocks,
-            "prefix cache": f"shared by {config.match_unit} tokens, {config.cache_eviction}"
-            if config.match_unit
-            else "off",
-            "host memory": f"{config.swap_blocks} blocks ({host_bytes / 2**20:,.1f} MiB) for victims"
-            if config.swap_blocks
-            else "none for victims",
-            "cache": f"{blocks * geometry.page_size:,} tokens, {self.cache_bytes / 2**20:,.1f} MiB",
-            "max_batch_tokens": config.max_batch_tokens,
-            "max_requests_per_batch": config.max_requests_per_batch,
-            "a full batch": f"at most {batch / 2**20:,.1f} MiB beside the cache",
-            "scheduler_type": config.scheduler_type,
-            "fairness": config.fairness or "by arrival",
-            "safety_margin": config.safety_margin,
-            "positions": facts.max_positions or "unbounded",
-            "seed": config.seed,
-        }
-        width = max(map(len, lines))
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+        """What was learned and chosen, one fact a line, and why: a table to be printed."""
+        return described(
+            self.model,
+            self.facts,
+            self.geometry,
+            self.config,
+            self.batch_cost,
+            linears=self._linear_plan.described(),
+            forward=self._session.forward.describe(),
+            attention=self._session.runner.backend.described,
+            cache_bytes=self.cache_bytes,
+        )
 
     @property
     def cache_bytes(self) -> int:

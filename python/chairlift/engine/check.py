@@ -54,6 +54,7 @@ def check_packed(
         num_blocks=2 * -(-tokens_each // page_size),
         max_batch_tokens=_STEP_TOKENS,
         max_requests_per_batch=2,
+        max_blocks_per_request=0,
         safety_margin=0.0,
         scheduler_type="fifo",
         replay_forward=replay,

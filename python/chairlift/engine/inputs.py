@@ -67,6 +67,7 @@ class DeviceTables:
         page_size: int,
         device: torch.device,
         *,
+        pages: int,
         write_trash: int,
         first_regime: int | None,
     ) -> None:
@@ -77,6 +78,7 @@ class DeviceTables:
             max_requests: Rows, without the trash row.
             page_size: Tokens of a page.
             device: Where they are.
+            pages: Of a row, at first.
             write_trash: The block that padding writes.
             first_regime: Longest sequence of the RoPE's first regime, where it has two.
         """
@@ -84,7 +86,7 @@ class DeviceTables:
         self.first_regime = first_regime
         self.page_size = page_size
         self.device = device
-        self.block_tables = torch.zeros((num_groups, max_requests + 1, 8), dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros((num_groups, max_requests + 1, pages), dtype=torch.int32, device=device)
         rows = max_requests + 1
         self.sampling = SamplingTable(
             draws=torch.zeros(rows, dtype=torch.bool, device=device),

@@ -28,6 +28,7 @@ class Session:
         num_blocks: int,
         max_batch_tokens: int,
         max_requests_per_batch: int,
+        max_blocks_per_request: int,
         safety_margin: float,
         scheduler_type: str,
         max_queue_size: int = 0,
@@ -68,6 +69,7 @@ class Session:
             max_requests_per_batch,
             geometry.page_size,
             device,
+            pages=max(1, min(max_blocks_per_request, num_blocks)),
             write_trash=num_blocks * geometry.num_groups + 1,
             first_regime=facts.first_regime,
         )

@@ -7,6 +7,7 @@ from transformers.utils import logging
 from chairlift import _native
 from chairlift.attention.choice import Backend
 from chairlift.config import (
+    DEFAULT_BLOCKS_PER_REQUEST,
     DEFAULT_MAX_BATCH_TOKENS,
     DEFAULT_MAX_REQUESTS,
     MEMORY_PERCENT_CPU,
@@ -87,7 +88,9 @@ def resolve(
     Raises:
         ValueError: Not even one block fits, with the numbers and the way out.
     """
+    why: dict[str, str] = {}
     percent = MEMORY_PERCENT_CPU if config.max_memory_percent is None else config.max_memory_percent
+    why["max_memory_percent"] = _asked(config.max_memory_percent, "the default on a CPU")
     copies = 0 if linears is None else linears.num_bytes
     free = (free_memory_bytes() if free_bytes is None else free_bytes) - copies
     budget = int(percent * free)
@@ -99,8 +102,21 @@ def resolve(
             if cost.of(max_batch_tokens, min(wanted_requests, max_batch_tokens)) <= budget // 2:
                 break
             max_batch_tokens //= 2
+    why["max_batch_tokens"] = _asked(
+        config.max_batch_tokens,
+        "the default"
+        if max_batch_tokens == DEFAULT_MAX_BATCH_TOKENS
+        else f"{DEFAULT_MAX_BATCH_TOKENS}, halved until a batch takes at most half of {_mib(budget)}, and not below "
+        f"{MIN_AUTO_BATCH_TOKENS}",
+    )
     max_requests = min(wanted_requests, max_batch_tokens)
+    why["max_requests_per_batch"] = (
+        "as many as a step has tokens"
+        if max_requests < wanted_requests
+        else _asked(config.max_requests_per_batch, "as many as hinted" if hints.num_requests else "the default")
+    )
     num_blocks = config.num_blocks
+    why["num_blocks"] = "asked for"
     if num_blocks is None:
         batch = cost.of(max_batch_tokens, max_requests)
         # The trash takes its part of the pool's memory.
@@ -113,18 +129,29 @@ def resolve(
                 "raise max_memory_percent"
                 + (f", or set packed_linears=False: packed weights would take {_mib(copies)} more" if copies else "")
             )
-        num_blocks = min(fitting, _usable_blocks(hints, facts, geometry.page_size), _addressable(geometry))
+        bounds = {
+            "all that the hinted requests can use": _usable_blocks(hints, facts, geometry.page_size),
+            "all that can be addressed": _addressable(geometry),
+            f"what {percent:g} of the free {_mib(free)} leave beside a full batch": fitting,
+        }
+        why["num_blocks"], num_blocks = min(bounds.items(), key=lambda bound: bound[1])
     batch_bytes = cost.of(max_batch_tokens, max_requests)
     pool_bytes = (num_blocks + 2) * geometry.model_block_bytes
     swap_blocks = _swap_blocks(config, geometry, max(0, free - batch_bytes - pool_bytes))
     margin = SAFETY_MARGINS[config.scheduler_type] if config.safety_margin is None else config.safety_margin
+    why["safety_margin"] = _asked(config.safety_margin, f"the default of {config.scheduler_type}")
+    why["seed"] = _asked(config.seed, "drawn by the system")
+    why["match_unit"] = _asked(config.match_unit, "the largest divisor of page_size up to 32")
+    blocks = max_blocks_per_request(config, hints)
+    hinted = "from the hinted lengths" if hints.max_prompt_length and hints.max_generated_length else "the default"
+    why["max_blocks_per_request"] = _asked(config.max_blocks_per_request, hinted) + "; tables grow where it takes more"
     return ResolvedConfig.of_config(
         config,
         num_blocks=num_blocks,
         max_batch_tokens=max_batch_tokens,
         max_requests_per_batch=max_requests,
         max_memory_percent=percent,
-        max_blocks_per_request=0,
+        max_blocks_per_request=blocks,
         use_async_batching=False,
         use_cuda_graph=(False, False),
         safety_margin=margin,
@@ -133,7 +160,22 @@ def resolve(
         packed_linears=copies > 0,
         swap_blocks=swap_blocks,
         match_unit=_match_unit(config),
+        reasons=why,
     )
+
+
+def max_blocks_per_request(config: ContinuousBatchingConfig, hints: WorkloadHints) -> int:
+    """Pages that a block table has room for at first."""
+    if config.max_blocks_per_request is not None:
+        return config.max_blocks_per_request
+    if not (hints.max_prompt_length and hints.max_generated_length):
+        return DEFAULT_BLOCKS_PER_REQUEST
+    pages = -(-(hints.max_prompt_length + hints.max_generated_length) // config.page_size) + 1
+    return pages + pages % 2
+
+
+def _asked(value: object, otherwise: str) -> str:
+    return otherwise if value is None else "asked for"
 
 
 def _match_unit(config: ContinuousBatchingConfig) -> int:

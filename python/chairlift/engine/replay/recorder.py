@@ -329,12 +329,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
-        self._given: set[int] | None = None  # memory of the call's arguments; None outside of a call
+        # Memory of the call's arguments, 0 for those that are empty; None outside of a call.
+        self._given: set[int] | None = None
         self._writes = False
 
     def begin(self, tensors: list[torch.Tensor]) -> None:
         """A recorded call begins."""
-        self._given = {_memory(tensor) for tensor in tensors} - {0}
+        self._given = set(map(_memory, tensors))
         self._writes = False
 
     def end(self) -> bool:
@@ -368,9 +369,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if argument.alias_info is None or not argument.alias_info.is_write:
             return
         for tensor in tree_leaves(given):
-            if not isinstance(tensor, torch.Tensor) or not (memory := _memory(tensor)):
+            if not isinstance(tensor, torch.Tensor):
                 continue
-            if self._recorder.is_fixed(memory):
+            # The rows of a step that samples nothing are empty, and written to all the same.
+            memory = _memory(tensor)
+            if memory and self._recorder.is_fixed(memory):
                 self._recorder.refuse(f"it changes its weights, its buffers or its inputs ({name})")
             self._writes |= memory in (self._given or ())
 
