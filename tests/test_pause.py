@@ -336,6 +336,37 @@ def test_to_stop_in_a_pause_waits_for_nobody(model: PreTrainedModel) -> None:
             manager.stop()  # nothing is in flight
 
 
+def test_threads_that_start_pause_and_stop_as_they_like_never_wait_in_vain(
+    model: PreTrainedModel, recwarn: pytest.WarningsRecorder
+) -> None:
+    refused = []
+
+    def race(manager: ContinuousBatchingManager) -> None:
+        for _ in range(20):
+            manager.start()
+            try:
+                with manager.pause(timeout=60):
+                    pass
+            except RuntimeError as error:  # a time-out is none
+                refused.append(str(error))
+            manager.stop(hard_stop=True)
+
+    with serving(model) as manager:
+        threads = [threading.Thread(target=race, args=(manager,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+            assert not thread.is_alive()
+        assert manager.fatal_error is None
+        manager.start()
+        output = manager.get_result(manager.add_request(PROMPT))
+        assert output is not None
+        assert output.generated_tokens == alone(model, PROMPT)
+    assert all("does not run" in why or "was stopped before" in why for why in refused)
+    recwarn.clear()
+
+
 def test_a_graceful_stop_of_another_thread_comes_after_the_pause(model: PreTrainedModel) -> None:
     with serving(model) as manager:
         label = under_way(manager)

@@ -200,7 +200,7 @@ class Worker:
             raise RuntimeError("the manager does not run: there is nothing to pause, and start() looks at the weights")
         if not self._gate.hold(pause, lambda: self.is_running, deadline):
             self.fail_if_over()
-            if not self.is_running:
+            if deadline.left != 0:  # whether or not somebody started it again meanwhile
                 raise RuntimeError("the manager was stopped before the loop came to rest")
             raise TimeoutError(f"the loop did not come to rest within {timeout} s (requests={pause.requests!r})")
         try:
