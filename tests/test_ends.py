@@ -114,6 +114,39 @@ def test_one_that_is_to_be_kept_is_kept_though_nobody_holds_it(model: PreTrained
     kept.destroy()
 
 
+FORKS = """
+import os, warnings
+warnings.simplefilter("ignore")
+manager = chairlift.init_continuous_batching(model, generation, config)
+manager.start()
+label = manager.add_request([1, 2, 3])
+while not manager.stats().steps: time.sleep(0.01)
+for _ in range(5):
+    child = os.fork()
+    if not child:
+        refused = 0
+        for call in (
+            lambda: manager.add_request([1]), lambda: manager.add_requests([[1]]), lambda: manager.get_result(),
+            lambda: manager.get_result(label), lambda: next(iter(manager)), manager.start, manager.stop, manager.pause,
+            lambda: manager.submit([1]), manager.weights_changed,
+        ):
+            try:
+                call()
+            except RuntimeError as error:
+                refused += "forked" in str(error)
+        assert refused == 10, refused
+        assert not manager.is_running()
+        manager.join()
+        manager.destroy()
+        sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+steps = manager.stats().steps
+while manager.stats().steps < steps + 3: time.sleep(0.01)
+manager.destroy()
+print("served on")
+"""
+
+
 SCRIPT = """
 import threading, time
 import sys; sys.path[:0] = {tests!r}
@@ -200,3 +233,12 @@ def test_an_interpreter_ends_though_a_manager_runs(how: str) -> None:
     assert process.returncode == {"end": 0, "error": 1}[how], errors
     assert "Fatal" not in errors
     assert ("on purpose" in errors) == (how == "error")
+
+
+def test_in_a_forked_process_a_manager_says_where_it_runs_and_nobody_hangs() -> None:
+    process = started(FORKS)
+    try:
+        out, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert out == "served on\n", errors

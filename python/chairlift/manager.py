@@ -148,7 +148,7 @@ class ContinuousBatchingManager:
         self._lock = threading.Lock()  # of the books
         self._books = Books()
         self._handlers = Handlers(self._engine, self._lock, self._output_of)
-        self._readers = Readers(self._engine, self._books, self._lock, self._handlers, worker.fail_if_dead)
+        self._readers = Readers(self._engine, self._books, self._lock, self._handlers, worker)
         bounds = (self._engine.token_capacity, self.facts.max_positions, self.facts.limit)
         self._requests = Requests(
             self._engine,
@@ -156,7 +156,7 @@ class ContinuousBatchingManager:
             self._lock,
             self._handlers,
             self.config,
-            worker.fail_if_dead,
+            worker,
             most_tokens=min(bound for bound in bounds if bound is not None),
         )
         # A manager that nobody holds has nobody who could take its outputs.

@@ -9,6 +9,7 @@ from chairlift.books import Books
 from chairlift.deadline import Deadline
 from chairlift.handlers import Handlers
 from chairlift.outputs import GenerationOutput
+from chairlift.worker import Worker
 
 
 class Readers:
@@ -20,7 +21,7 @@ class Readers:
         books: Books,
         lock: threading.Lock,
         handlers: Handlers,
-        fail_if_dead: Callable[[], None],
+        worker: Worker,
     ) -> None:
         """
         Args:
@@ -28,13 +29,13 @@ class Readers:
             books: What makes outputs of them.
             lock: Of the books.
             handlers: Those that get outputs without asking.
-            fail_if_dead: Raises where the loop died.
+            worker: What runs the engine.
         """
         self._engine = engine
         self._books = books
         self._lock = lock
         self._handlers = handlers
-        self._fail_if_dead = fail_if_dead
+        self._worker = worker
 
     def take_next(self, deadline: Deadline) -> GenerationOutput | None:
         """The next output that nobody claims."""
@@ -59,6 +60,7 @@ class Readers:
     @contextlib.contextmanager
     def claimed(self, request_id: str) -> Iterator[int]:
         """A sequence whose outputs nobody else gets meanwhile."""
+        self._worker.fail_if_forked()
         with self._lock:
             # The last output is taken under this lock too: a claim on what has ended cannot come to be.
             sequence = self._books.id_of(request_id)
@@ -82,8 +84,9 @@ class Readers:
 
     def _waited(self, wait: Callable[[], bool]) -> bool:
         """Whether there is something to take; not, when time is up or the manager is stopped."""
+        self._worker.fail_if_forked()
         try:
             return wait()
         except _native.EngineClosed:
-            self._fail_if_dead()
+            self._worker.fail_if_dead()
             return False

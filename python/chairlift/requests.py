@@ -16,6 +16,7 @@ from chairlift.config import ContinuousBatchingConfig
 from chairlift.handlers import Handlers
 from chairlift.prompts import Prompt, Prompts, packed_prompts, prompt_array
 from chairlift.sampling.options import GenerationOptions, SamplingOptions, eos_tuple
+from chairlift.worker import Worker
 
 logger = logging.get_logger(__name__)
 
@@ -76,7 +77,7 @@ class Requests:
         lock: threading.Lock,
         handlers: Handlers,
         config: ContinuousBatchingConfig,
-        fail_if_dead: Callable[[], None],
+        worker: Worker,
         most_tokens: int,
     ) -> None:
         """
@@ -86,7 +87,7 @@ class Requests:
             lock: Of the books.
             handlers: Those that wait for requests to come.
             config: The resolved one.
-            fail_if_dead: Raises where the loop died.
+            worker: What runs the engine.
             most_tokens: Tokens of a sequence that model and pool bear.
         """
         self._engine = engine
@@ -94,7 +95,7 @@ class Requests:
         self._lock = lock
         self._handlers = handlers
         self._config = config
-        self._fail_if_dead = fail_if_dead
+        self._worker = worker
         self._most_tokens = most_tokens
         self._told = False
 
@@ -183,6 +184,7 @@ class Requests:
 
     def _common(self, terms: Terms, options: GenerationOptions) -> dict[str, Any]:
         """What the engine is told of one request as of many."""
+        self._worker.fail_if_forked()
         if terms.tenant is not None and self._config.fairness is None:
             raise ValueError(f"tenant is {terms.tenant!r}, but fairness is None: set fairness='tenant' in the config")
         sampling = options.sampling.with_asked(**terms.sampling)
@@ -282,6 +284,6 @@ class Requests:
 
     def _refused(self, closed: _native.EngineClosed, labels: Sequence[str], now: float) -> int:
         """Gives sequences that come too late their failed outputs; the id of the first."""
-        self._fail_if_dead()
+        self._worker.fail_if_dead()
         logger.warning(f"Request {labels[0]!r} is refused: {closed}")
         return min(self._engine.refuse(str(closed), now) for _ in labels)

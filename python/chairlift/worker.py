@@ -4,6 +4,7 @@ It knows nothing of the manager, so that a manager that nobody holds any more ca
 """
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -43,6 +44,7 @@ class Worker:
         self._rests = True
         self._ended = threading.Event()
         self._destroyed = False
+        self._is_copy = False  # of one in the process that this one was forked from
         self.error: BaseException | None = None
 
     # ------------------------------------------------------------- start and end
@@ -60,7 +62,7 @@ class Worker:
     @property
     def is_free(self) -> bool:
         """Whether it rests and can be started, and nobody holds a pause."""
-        return self.can_start and not self.is_running and not self._gate.held
+        return self.can_start and not self.is_running and not self._gate.held and not self._is_copy
 
     def fail_if_dead(self) -> None:
         """
@@ -71,11 +73,26 @@ class Worker:
             kind = type(self.error).__name__
             raise RuntimeError(f"the loop died: {kind}: {self.error}; make a new manager") from self.error
 
+    def fail_if_forked(self) -> None:
+        """
+        Raises:
+            RuntimeError: This process was forked from the one that it runs in. What the loop's thread had locked then
+                stays locked here for ever.
+        """
+        if self._is_copy:
+            raise RuntimeError("the manager runs in the process that this one was forked from: make a new one here")
+
+    def left_by_its_thread(self) -> None:
+        """This process was forked: the thread is not here."""
+        self._is_copy = self._rests = True
+        self._ended.set()
+
     def fail_if_over(self) -> None:
         """
         Raises:
-            RuntimeError: It was destroyed, or the loop died (its cause is chained).
+            RuntimeError: It was destroyed, or the loop died (its cause is chained), or lives in another process.
         """
+        self.fail_if_forked()
         if self._destroyed:
             raise RuntimeError("the manager was destroyed: make a new one")
         self.fail_if_dead()
@@ -116,6 +133,8 @@ class Worker:
             thread.start()
         except BaseException:
             self._rests = True
+            self._ended.set()
+            self._engine.close_outbox("the manager is not started")
             raise
         self._thread = thread
         _alive.add(self)
@@ -134,6 +153,7 @@ class Worker:
         Raises:
             RuntimeError: The caller holds a pause and would wait for requests that stand still in it.
         """
+        self.fail_if_forked()
         with self._control:
             paused_here = any(pause.thread == threading.get_ident() for pause in self._gate.held)
             if paused_here and waits and level is not StopLevel.HARD and not self._engine.is_idle:
@@ -155,6 +175,8 @@ class Worker:
 
     def ask_to_end(self, level: StopLevel) -> None:
         """Asks the loop to end; for what nobody started that is nothing."""
+        if self._is_copy:
+            return
         self._stop_request.ask(level)
         self._engine.wake()
 
@@ -177,6 +199,9 @@ class Worker:
         if self.is_running:
             self.stop(StopLevel.HARD, waits=True, at_end=None)
             self.join(Deadline(None))
+        if self._is_copy:
+            self._destroyed = True
+            return
         with self._control:
             self._destroyed = True
             self._derived.release()
@@ -289,3 +314,12 @@ def _end_all() -> None:
     deadline = Deadline(10)
     for worker in list(_alive):
         worker.join(deadline)
+
+
+def _after_fork() -> None:
+    for worker in list(_alive):
+        worker.left_by_its_thread()
+    _alive.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
