@@ -172,8 +172,16 @@ def started(body: str) -> "subprocess.Popen[str]":
 WAITS = """
 import os, signal
 
+def is_loop(thread):
+    return thread.name == "chairlift-loop"
+
+def interrupt():
+    while not any(map(is_loop, threading.enumerate())): time.sleep(0.01)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGINT)
+
 def interrupted(wait):
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Thread(target=interrupt).start()
     try:
         with chairlift.continuous_batching_context_manager(
             model, generation, continuous_batching_config=config

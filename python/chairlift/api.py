@@ -104,8 +104,9 @@ def continuous_batching_context_manager(
         TypeError, ValueError: As `init_continuous_batching`.
     """
     manager = init_continuous_batching(model, generation_config, continuous_batching_config, workload_hints)
-    manager.start(once=not persistent_manager)
     try:
+        # An interrupt may come as soon as the thread is there.
+        manager.start(once=not persistent_manager)
         yield manager
     except BaseException:
         manager.stop(hard_stop=True, keep_for_next_session=persistent_manager)
