@@ -228,7 +228,7 @@ def test_host_memory_is_what_was_asked_for_and_what_there_is() -> None:
     ("hinted", "pages"),
     [
         ((30_000, 2_000), 126), ((4_000, 500), 20), ((8_000, 192), 34), ((8_000, 193), 34), ((7_680, 256), 32),
-        ((7_680, 257), 34), ((8_192, 0), 32), ((0, 8_193), 32), ((0, 0), 32), ((1, 1), 2),
+        ((7_680, 257), 34), ((8_192, 0), 32), ((0, 8_193), 32), ((0, 0), 32), ((1, 1), 2), ((1, 10**30), 2**31 - 1),
     ],
 )  # fmt: skip
 def test_block_tables_have_room_for_what_is_hinted(hinted: tuple[int, int], pages: int) -> None:

@@ -175,13 +175,17 @@ import os, signal
 def is_loop(thread):
     return thread.name == "chairlift-loop"
 
-def interrupt():
+def interrupt(ended):
     while not any(map(is_loop, threading.enumerate())): time.sleep(0.01)
     time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGINT)
+    # Python drops an interrupt that comes while the collector calls something.
+    while not ended.is_set():
+        os.kill(os.getpid(), signal.SIGINT)
+        ended.wait(20)
 
 def interrupted(wait):
-    threading.Thread(target=interrupt).start()
+    ended = threading.Event()
+    threading.Thread(target=interrupt, args=(ended,)).start()
     try:
         with chairlift.continuous_batching_context_manager(
             model, generation, continuous_batching_config=config
@@ -190,6 +194,7 @@ def interrupted(wait):
             while not manager.stats().steps: time.sleep(0.01)
             wait(manager, label)
     except KeyboardInterrupt:
+        ended.set()
         left = [thread.name for thread in threading.enumerate() if thread.name.startswith("chairlift-")]
         print("ended" if not left else left, flush=True)
 

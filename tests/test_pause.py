@@ -407,8 +407,8 @@ def test_of_what_is_over_nothing_is_accepted_in_silence(
         if end == "destroyed":
             manager.destroy()
         else:
-            monkeypatch.setattr("chairlift.worker.run_sync", mock.Mock(side_effect=MemoryError("no room")))
             manager.stop()
+            monkeypatch.setattr("chairlift.worker.run_sync", mock.Mock(side_effect=MemoryError("no room")))
             manager.start()
             manager.join()
         for call in (manager.pause, manager.weights_changed, manager.reset_prefix_cache, manager.start):

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 
 # Counts beyond it are beyond what block tables hold.
-_MOST_COUNT = 2**31 - 1
+MOST_COUNT = 2**31 - 1
 MIN_PAGE_SIZE = 4
 DEFAULT_MAX_BATCH_TOKENS = 8192
 MIN_AUTO_BATCH_TOKENS = 256
@@ -265,7 +265,7 @@ class ContinuousBatchingConfig:
             if asked:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not served yet: it {bound}")
 
-    def _check_int(self, name: str, least: int, *, optional: bool = False, most: int = _MOST_COUNT) -> None:
+    def _check_int(self, name: str, least: int, *, optional: bool = False, most: int = MOST_COUNT) -> None:
         value = getattr(self, name)
         if value is None and optional:
             return

@@ -264,7 +264,9 @@ class Requests:
             kept = kept[order]  # a copy: the caller's may change
         elif kept is not None:
             kept = [kept[place] for place in order]
-        if len(order) > 1:
+        if n == 1:
+            labels = [labels[place] for place in order]
+        else:
             labels = [label for place in order for label in labels[place * n : place * n + n]]
         self._books.add(
             first,

@@ -126,18 +126,21 @@ class Worker:
         self._stop_request = StopRequest()
         self._at_end, self._ended = None, threading.Event()
         release_team()  # this thread probed the model; from here on the loop's computes
-        thread = threading.Thread(target=self._run, args=(self._ended,), name="chairlift-loop", daemon=True)
         self._engine.reopen()
-        self._rests = False
+        # An interrupt may come when the thread is there already: it looks first whether it is wanted.
+        called_off = threading.Event()
+        thread = threading.Thread(target=self._run, args=(self._ended, called_off), name="chairlift-loop", daemon=True)
         try:
+            self._rests, self._thread = False, thread
+            _alive.add(self)
             thread.start()
         except BaseException:
-            self._rests = True
+            called_off.set()
+            self._rests, self._thread = True, None
+            _alive.discard(self)
             self._ended.set()
             self._engine.close_outbox("the manager is not started")
             raise
-        self._thread = thread
-        _alive.add(self)
 
     def stop(self, level: StopLevel, *, waits: bool, at_end: Callable[[], None] | None) -> bool:
         """Takes no more requests, and asks the loop to end.
@@ -270,7 +273,10 @@ class Worker:
 
     # ---------------------------------------------------------------- the thread
 
-    def _run(self, ended: threading.Event) -> None:
+    def _run(self, ended: threading.Event, called_off: threading.Event) -> None:
+        with self._control:  # the start has come to its end, or was interrupted
+            if called_off.is_set():
+                return
         cause = "the manager is stopped"
         try:
             with self._modes.entered():

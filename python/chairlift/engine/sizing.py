@@ -12,6 +12,7 @@ from chairlift.config import (
     DEFAULT_MAX_REQUESTS,
     MEMORY_PERCENT_CPU,
     MIN_AUTO_BATCH_TOKENS,
+    MOST_COUNT,
     SAFETY_MARGINS,
     ContinuousBatchingConfig,
     ResolvedConfig,
@@ -171,7 +172,7 @@ def max_blocks_per_request(config: ContinuousBatchingConfig, hints: WorkloadHint
     if not (hints.max_prompt_length and hints.max_generated_length):
         return DEFAULT_BLOCKS_PER_REQUEST
     pages = -(-(hints.max_prompt_length + hints.max_generated_length) // config.page_size) + 1
-    return pages + pages % 2
+    return min(pages + pages % 2, MOST_COUNT)
 
 
 def _asked(value: object, otherwise: str) -> str:
