@@ -88,6 +88,8 @@ class Settings:
 
     def __init__(self) -> None:
         self.scale = 1.0
+        # A list hides it from the tree.
+        self.beside = [torch.nn.ModuleDict({"linear": torch.nn.Linear(2, 2), "dropout": torch.nn.Dropout(0.1)})]
 
 
 def scaled(module: torch.nn.Module, input: torch.Tensor) -> torch.Tensor:
@@ -118,6 +120,12 @@ CHANGES: dict[str, Callable[[PreTrainedModel], object]] = {
     ),
     "a buffer": replace_buffer,
     "a module beside the tree": lambda model: setattr(model.model.layers[0].settings, "inner", torch.nn.Linear(2, 2)),
+    "the inside of a module beside the tree": lambda model: setattr(
+        model.model.layers[0].settings.beside[0]["dropout"], "p", 0.5
+    ),
+    "a parameter beside the tree": lambda model: setattr(
+        model.model.layers[0].settings.beside[0]["linear"], "weight", torch.nn.Parameter(torch.zeros(2, 2))
+    ),
     "the inside of an object": lambda model: setattr(model.model.layers[0].settings, "scale", 2.0),
     "torch's threads": lambda _: torch.set_num_threads(torch.get_num_threads() + 1),
 }
@@ -131,6 +139,7 @@ def test_of_a_model_that_was_changed_nothing_is_kept(
     serve(model)
     known = knowledge_of(model)
     assert known.facts is not None
+    assert knowledge_of(model) is known
     threads = torch.get_num_threads()
     request.addfinalizer(lambda: torch.set_num_threads(threads))
     CHANGES[change](model)
@@ -218,6 +227,21 @@ def test_a_switch_in_the_models_code_is_seen(
     monkeypatch.setattr(modeling_llama, "SWITCH", False, raising=False)
     serve(model)
     monkeypatch.setattr(modeling_llama, "SWITCH", True)
+    serve(model)
+    assert learned.call_count == 2
+
+
+def test_a_module_that_the_models_code_calls_by_name_is_looked_into(
+    model: PreTrainedModel, learned: mock.Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama import modeling_llama
+
+    called = torch.nn.Identity()
+    monkeypatch.setattr(modeling_llama, "called_by_name", called, raising=False)
+    serve(model)
+    serve(model)
+    assert learned.call_count == 1
+    called.forward = types.MethodType(lambda _, x: 2 * x, called)
     serve(model)
     assert learned.call_count == 2
 

@@ -155,25 +155,37 @@ class _Signer:
     """Makes tokens of what a model is made of: equal to those of the same thing, and unequal once it has changed."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._modules = list(model.modules())
-        self._tree = {id(module) for module in self._modules}
+        self._met: dict[int, torch.nn.Module] = {}
+        self._found: list[torch.nn.Module] = []  # and not looked at yet
         self._configs: dict[int, Any] = {}  # every layer holds the model's
+        self._meet(model)
+
+    def _meet(self, module: torch.nn.Module) -> None:
+        """Has a module looked at with all its parts, in the tree or beside it."""
+        for part in module.modules():
+            if id(part) not in self._met:
+                self._met[id(part)] = part
+                self._found.append(part)
 
     def tokens(self) -> Iterator[Any]:
         """Of its modules, and of the code that they are written in."""
-        code: set[str] = set()
-        for module in self._modules:
-            kind = type(module)
-            yield _Same(module), _Same(kind), self._token(kind.forward, _DEPTH)
-            yield [
-                (name, self._token(value, _DEPTH))
-                for name, value in list(vars(module).items())
-                if name not in _SESSIONS
-            ]
-            code.update(base.__module__ for base in kind.__mro__ if base.__module__.partition(".")[0] != "torch")
-        # What its classes call by name: whole functions are exchanged there, and switches turned.
-        for name in sorted(code & sys.modules.keys()):
-            yield name, list(self._code(vars(sys.modules[name])))
+        read: set[str] = set()
+        while self._found:
+            found, self._found = self._found, []
+            code: set[str] = set()
+            for module in found:
+                kind = type(module)
+                yield _Same(module), _Same(kind), self._token(kind.forward, _DEPTH)
+                yield [
+                    (name, self._token(value, _DEPTH))
+                    for name, value in list(vars(module).items())
+                    if name not in _SESSIONS
+                ]
+                code.update(base.__module__ for base in kind.__mro__ if base.__module__.partition(".")[0] != "torch")
+            # What its classes call by name: whole functions are exchanged there, and switches turned.
+            for name in sorted((code - read) & sys.modules.keys()):
+                yield name, list(self._code(vars(sys.modules[name])))
+            read |= code
 
     def _code(self, names: dict[str, Any]) -> Iterator[Any]:
         for name, value in list(names.items()):
@@ -186,6 +198,10 @@ class _Signer:
                     (at, _Same(item)) for at, item in vars(value).items() if isinstance(item, types.FunctionType)
                 ]
                 yield name, _Same(value), methods
+            elif isinstance(value, torch.nn.Module):
+                # Calls that can be redirected to kernels are modules of no model.
+                self._meet(value)
+                yield name, _Same(value)
 
     def _token(self, value: Any, depth: int) -> Any:
         if depth == 0:
@@ -197,9 +213,7 @@ class _Signer:
             case torch.Tensor():
                 return _Same(value), value.shape, value.dtype, value.device, value.layout
             case torch.nn.Module():
-                if id(value) not in self._tree:
-                    # Its own modules and parameters are looked at nowhere.
-                    raise _Incomparable
+                self._meet(value)
                 return _Same(value)
             case PretrainedConfig():
                 if id(value) not in self._configs:
