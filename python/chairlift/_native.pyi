@@ -565,11 +565,11 @@ class Engine:
         record_timestamps: bool = False,
         record_logprobs: bool = False,
         sorts: bool = False,
-    ) -> tuple[int, list[int]]:
+    ) -> int:
         """Hands several requests over, or none: int64 buffers of all prompts one after the other, of their lengths, and
         of a bound for each. Returns the id of the first sequence of the first; those of the others follow, in the
-        order of the places that comes with it: as given, or with `sorts` by their tokens, so that those that begin
-        alike are neighbours.
+        order given. With `sorts` they join the queue in the order of their tokens, so that those that begin alike are
+        neighbours.
 
         Raises:
             ValueError: As `submit`, naming the prompt by its place.

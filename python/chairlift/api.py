@@ -189,15 +189,18 @@ def generate_batch(
             outputs[output.request_id] = output
             bar.update()
 
+        checked = manager.checked(prompts)
+        # At once, as sharing and packing are best when all are known; a bounded queue takes one whenever it has room.
+        handed = [[prompt] for prompt in checked] if manager.config.max_queue_size else [checked]
         labels: list[str] = []
-        for prompt in manager.checked(prompts):
+        for together in handed:
             while True:
                 try:
-                    label = manager.add_request(prompt, record_timestamps=record_timestamps)
-                    labels += manager.family(label)
+                    added = manager.add_requests(together, record_timestamps=record_timestamps)
                     break
                 except _native.QueueFull:
                     collect()
+            labels += [name for label in added for name in manager.family(label)]
         while len(outputs) < len(labels):
             collect()
     return {label: outputs[label] for label in labels}

@@ -129,7 +129,7 @@ class Requests:
             labels = self.family(name, options)
             self._check_free(labels)
             first = self._enter(
-                lambda: (self._engine.submit(prompt, max_new_tokens=min(bound, _MOST_NEW_TOKENS), **common), [0]),
+                lambda: self._engine.submit(prompt, max_new_tokens=min(bound, _MOST_NEW_TOKENS), **common),
                 labels,
                 [prompt],
                 terms,
@@ -232,7 +232,7 @@ class Requests:
 
     def _enter(
         self,
-        submit: Callable[[], tuple[int, list[int]]],
+        submit: Callable[[], int],
         labels: Sequence[str],
         prompts: Prompts,
         terms: Terms,
@@ -244,7 +244,7 @@ class Requests:
         the id of the first.
 
         Args:
-            submit: Returns it, and the order in which the prompts were taken.
+            submit: Returns it.
             labels: Of the sequences.
             prompts: The prompts, each of as many sequences.
             terms: What is asked for.
@@ -256,18 +256,11 @@ class Requests:
         n = len(labels) // len(prompts)
         numbered_to = labels[-n] if numbered else None
         try:
-            first, order = submit()
+            first = submit()
         except _native.EngineClosed as closed:
             first, kept = self._refused(closed, labels, created), prompts
-            order = list(range(len(prompts)))
         if isinstance(kept, np.ndarray):
-            kept = kept[order]  # a copy: the caller's may change
-        elif kept is not None:
-            kept = [kept[place] for place in order]
-        if n == 1:
-            labels = [labels[place] for place in order]
-        else:
-            labels = [label for place in order for label in labels[place * n : place * n + n]]
+            kept = kept.copy()  # the caller's may change
         self._books.add(
             first,
             labels,

@@ -132,7 +132,7 @@ fn submit(c: &mut Criterion) {
         let inbox = bench.engine.inbox();
         b.iter_batched(
             || (0..1000).map(|_| like.clone()).collect::<Vec<_>>(),
-            |requests| inbox.submit_all(requests).unwrap(),
+            |requests| inbox.submit_all(requests, false).unwrap(),
             BatchSize::PerIteration,
         );
     });

@@ -37,17 +37,21 @@ impl Engine {
         if what.n > 1 {
             self.families.insert(first, (what.n, what.n));
         }
+        let arrived = self.arrived;
+        self.arrived += u64::from(what.n);
         let seed = what.seed.unwrap_or_else(|| mix(self.config.seed ^ mix(first.0)));
         for child in 1..u64::from(what.n) {
-            self.accept_sequence(first, child, seed, what.clone(), root, keys.clone());
+            self.accept_sequence(first, child, arrived + child, seed, what.clone(), root, keys.clone());
         }
-        self.accept_sequence(first, 0, seed, what, root, keys);
+        self.accept_sequence(first, 0, arrived, seed, what, root, keys);
     }
 
+    #[allow(clippy::too_many_arguments)] // of a message, taken apart
     fn accept_sequence(
         &mut self,
         first: RequestId,
         child: u64,
+        arrived: u64,
         seed: u64,
         what: Request,
         root: Key,
@@ -89,6 +93,7 @@ impl Engine {
                 tenant: self.queue.arrives(&what.tenant),
                 priority: what.priority,
                 forgotten: vec![0; forgotten],
+                arrived,
                 admitted: 0,
                 passed_over: 0,
                 prefill_len: 0,

@@ -137,6 +137,8 @@ pub struct Engine {
     /// Sequences with a row, in order of admission.
     pub(crate) active: Vec<SeqId>,
     pub(crate) admissions: u64,
+    /// Sequences that came through the inbox.
+    pub(crate) arrived: u64,
     /// Tokens of one sequence that pool and positions bear.
     pub(crate) longest: u32,
     /// Table changes that a step has room for.
@@ -194,6 +196,7 @@ impl Engine {
             queue: WaitingQueue::new(config.fairness.clone()),
             active: Vec::new(),
             admissions: 0,
+            arrived: 0,
             longest: config.longest(),
             table_changes: ArenaLayout::table_changes(&config) as u32,
             reserve: config.reserve(),

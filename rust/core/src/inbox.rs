@@ -30,6 +30,13 @@ impl Message {
             Message::Cancel(_) => 0,
         }
     }
+
+    fn prompt(&self) -> &[i32] {
+        match self {
+            Message::Submit(_, request, ..) => &request.prompt,
+            Message::Cancel(_) => &[],
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -128,15 +135,18 @@ impl Inbox {
     /// # Errors
     /// An [`Error`] that names what is wrong with the request; [`Error::QueueFull`] or [`Error::Closed`] otherwise.
     pub fn submit(&self, request: Request) -> Result<RequestId> {
-        self.submit_all(vec![request]).map_err(|(_, error)| error)
+        self.submit_all(vec![request], false).map_err(|(_, error)| error)
     }
 
     /// Hands several requests over, or none of them. Returns the id of the first sequence of the first; those of the
-    /// others follow.
+    /// others follow, in the order given.
+    ///
+    /// # Arguments
+    /// * `sorts` - they come to the engine in the order of their tokens, so that those that begin alike are neighbours.
     ///
     /// # Errors
     /// As [`Inbox::submit`], with the place of the request that is at fault.
-    pub fn submit_all(&self, requests: Vec<Request>) -> Result<RequestId, (usize, Error)> {
+    pub fn submit_all(&self, requests: Vec<Request>, sorts: bool) -> Result<RequestId, (usize, Error)> {
         let mut messages = Vec::with_capacity(requests.len());
         let mut sequences = 0;
         for (place, request) in requests.into_iter().enumerate() {
@@ -152,6 +162,9 @@ impl Inbox {
             let keys = self.hasher.chain(root, &request.prompt);
             messages.push(Message::Submit(RequestId(sequences), request, root, keys));
             sequences += u64::from(messages.last().map_or(0, Message::sequences));
+        }
+        if sorts {
+            messages.sort_by(|one, other| one.prompt().cmp(other.prompt()));
         }
         let mut mail = self.lock();
         if let Some(cause) = &mail.closed {

@@ -245,6 +245,6 @@ impl WaitingQueue {
 }
 
 fn place(seq: &Sequence) -> Place {
-    let age = if seq.rest.admitted > 0 { seq.rest.admitted } else { seq.request.get() };
+    let age = if seq.rest.admitted > 0 { seq.rest.admitted } else { seq.rest.arrived };
     (Reverse(seq.rest.priority), age)
 }

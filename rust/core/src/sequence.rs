@@ -174,6 +174,8 @@ pub(crate) struct Rest {
     /// Pages that each group has given back, as no later token sees them: their entries are trash. Empty where no
     /// group forgets.
     pub forgotten: Vec<u32>,
+    /// Order of arrival: of equals in the queue the older is first.
+    pub arrived: u64,
     /// Order of first admission: what "newest" means when victims are chosen. 0 before.
     pub admitted: u64,
     /// Steps in which others were admitted past it while it was the head of the queue.

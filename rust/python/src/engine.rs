@@ -548,7 +548,7 @@ impl Engine {
         record_timestamps: bool,
         record_logprobs: bool,
         sorts: bool,
-    ) -> PyResult<(u64, Vec<usize>)> {
+    ) -> PyResult<u64> {
         let (lengths, bounds) = (lengths.to_vec(py)?, max_new_tokens.to_vec(py)?);
         let tokens =
             tokens.as_slice(py).ok_or_else(|| PyValueError::new_err("the tokens must be contiguous"))?;
@@ -583,18 +583,8 @@ impl Engine {
             let prompt = prompt.map_err(|error| at_input(place, error))?;
             requests.push(core::Request { prompt, max_new_tokens, ..like.clone() });
         }
-        let mut order: Vec<usize> = (0..requests.len()).collect();
-        let submitted = py.detach(|| {
-            if sorts {
-                order.sort_by(|&one, &other| requests[one].prompt.cmp(&requests[other].prompt));
-                requests = order.iter().map(|&place| std::mem::take(&mut requests[place])).collect();
-            }
-            self.inbox.submit_all(requests)
-        });
-        match submitted {
-            Ok(first) => Ok((first.get(), order)),
-            Err((place, error)) => Err(at_input(order[place], error)),
-        }
+        let first = py.detach(|| self.inbox.submit_all(requests, sorts));
+        first.map(core::RequestId::get).map_err(|(place, error)| at_input(place, error))
     }
 
     fn new_epoch(&self, py: Python<'_>) {
