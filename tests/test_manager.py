@@ -397,23 +397,6 @@ def test_it_can_be_started_again_until_it_is_destroyed(manager: chairlift.Contin
         manager.start()
 
 
-def test_a_failing_forward_fails_its_rows_and_the_loop_goes_on(
-    manager: chairlift.ContinuousBatchingManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Runner.run
-
-    def failing(self: Runner, step: object) -> None:
-        monkeypatch.setattr(Runner, "run", run)
-        raise MemoryError("no room for this step")
-
-    monkeypatch.setattr(Runner, "run", failing)
-    failed = manager.get_result(manager.add_request(PROMPT), timeout=30)
-    assert (failed.finish_reason, failed.status) == ("error", chairlift.RequestStatus.FAILED)
-    assert "MemoryError: no room for this step" in failed.error
-    assert manager.get_result(manager.add_request(PROMPT), timeout=30).error is None
-    assert manager.stats().abandoned_steps == 1
-
-
 def test_a_dead_loop_tells_everybody_why_at_once(
     manager: chairlift.ContinuousBatchingManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -497,8 +497,17 @@ class Engine:
         Raises:
             RuntimeError: A slot without buffers or without a step to commit, or a buffer too short.
         """
-    def abandon(self, slot_index: int, now: float, cause: str | None = None) -> None:
-        """Undoes the step in a slot. With a cause, its rows end failed with it."""
+    def abandon(self, slot_index: int, now: float, cause: str | None = None, *, out_of_memory: bool = False) -> None:
+        """Undoes the step in a slot, and the one planned on top of it: their rows are planned again.
+
+        With a cause the step raised: its rows are tried in halves, and the one that raises alone ends failed with it.
+        If it was `out_of_memory`, steps have at most half its tokens for a while instead, and a row fails that needs
+        too much with one token.
+
+        Raises:
+            ValueError: `out_of_memory` without a cause.
+            RuntimeError: A slot without a step.
+        """
     def fail_all(self, cause: str, now: float) -> None:
         """Ends every request with that cause."""
     def cancel_all(self, now: float) -> None:

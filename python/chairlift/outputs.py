@@ -181,6 +181,7 @@ class Stats:
         peak_owned_blocks: Most blocks owned at once since the engine was made.
         steps: Committed steps.
         abandoned_steps: Steps abandoned.
+        max_step_tokens: Most tokens of the next step: `max_batch_tokens`, unless a step ran out of memory not long ago.
         batch_rows: Rows of the step that was committed last.
         batch_decodes: Those of them that brought one token.
         batch_tokens: Tokens of that step.
@@ -217,6 +218,7 @@ class Stats:
     peak_owned_blocks: int
     steps: int
     abandoned_steps: int
+    max_step_tokens: int
     batch_rows: int
     batch_decodes: int
     batch_tokens: int

@@ -8,13 +8,9 @@ import time
 from collections.abc import Callable
 from enum import IntEnum
 
-import torch
-from transformers.utils import logging
-
 from chairlift import _native
+from chairlift.engine.failure import Failure, is_of_device
 from chairlift.engine.session import Session
-
-logger = logging.get_logger(__name__)
 
 # An idle loop is woken by the inbox; this only bounds how long it sleeps.
 IDLE_WAIT_S = 60.0
@@ -75,15 +71,18 @@ def run_sync(session: Session, stop: StopRequest, is_to_rest: Callable[[], bool]
             if not is_to_rest():
                 engine.wait_for_work(IDLE_WAIT_S)
             continue
+        failure = None
         try:
             runner.run(step)
         except Exception as error:
-            if _is_fault_of_device(error):
+            if is_of_device(error):
                 raise
-            logger.error("a step failed, and the requests in it with it", exc_info=error)
-            engine.abandon(slot, time.perf_counter(), f"the step failed: {type(error).__name__}: {error}")
-        else:
+            failure = Failure(step, error)
+        if failure is None:
             done = slot
+        else:
+            # By now the frames of the exception are gone, and the tensors in them.
+            failure.settle(engine, slot)
 
 
 def is_over(engine: _native.Engine, stop: StopRequest) -> bool:
@@ -91,9 +90,3 @@ def is_over(engine: _native.Engine, stop: StopRequest) -> bool:
     if stop.level is StopLevel.HARD:
         engine.fail_all("the manager was stopped (hard_stop) before the request ended", time.perf_counter())
     return stop.level is StopLevel.HARD or (stop.level is StopLevel.DRAIN and engine.is_idle)
-
-
-def _is_fault_of_device(error: Exception) -> bool:
-    """Whether nothing that follows on the device can be trusted."""
-    accelerator_error = getattr(torch, "AcceleratorError", None)
-    return accelerator_error is not None and isinstance(error, accelerator_error)

@@ -33,7 +33,7 @@ impl Engine {
             if self.ledger.pool.available() == 0 || !self.prefills_go_on(flight) {
                 break;
             }
-            let Some(id) = self.queue.next(&skipped) else { break };
+            let Some(id) = self.next_to_admit(&skipped) else { break };
             if !self.lets_in && self.seqs[id].rest.admitted == 0 {
                 break;
             }
@@ -95,6 +95,15 @@ impl Engine {
             }
         }
         self.skipped = skipped;
+    }
+
+    fn next_to_admit(&self, skipped: &[SeqId]) -> Option<SeqId> {
+        let waits =
+            |id: &&SeqId| !skipped.contains(id) && self.seqs.get(**id).is_some_and(|seq| seq.row.is_none());
+        match self.retries.trial() {
+            Some(trial) => trial.iter().find(waits).copied(),
+            None => self.queue.next(skipped),
+        }
     }
 
     /// Whether another still computes the match unit that it needed when it was last looked at.

@@ -102,6 +102,7 @@ impl Engine {
         }
         Counters::add(&self.counters.copied_blocks, flight.copies.len() as u64);
         self.step_is_in(slot, &mut flight);
+        self.retries.step_went_well(self.config.max_batch_tokens);
         self.counters.batch_rows.store(flight.entries.len() as u64, Relaxed);
         self.counters.batch_decodes.store(flight.decodes as u64, Relaxed);
         self.counters.batch_tokens.store(flight.tokens as u64, Relaxed);
@@ -136,27 +137,7 @@ impl Engine {
         self.swap.step_is_in(slot);
     }
 
-    /// Undoes a step that did not come about, and the one planned on top of it. Their rows stand where they stood
-    /// before; arrivals wait at the head of the queue. With a cause, the rows of the step itself end failed with it.
-    ///
-    /// # Errors
-    /// [`Error::SlotMisused`] when no step is in flight in the slot.
-    pub fn abandon(&mut self, slot: Slot, cause: Option<&str>, now: f64) -> Result<()> {
-        if self.in_flight[slot.index()].is_none() {
-            return Err(Error::SlotMisused { slot, problem: "has no step to abandon" });
-        }
-        if self.oldest_in_flight() == Some(slot) {
-            self.undo(slot.other(), None, now);
-        }
-        self.undo(slot, cause, now);
-        if cause.is_some() {
-            self.drop_ended();
-        }
-        self.publish_gauges();
-        self.outbox.deliver(&mut self.events);
-        Ok(())
-    }
-
+    /// Undoes a step in flight, the newest. With a cause, its rows end failed with it.
     pub(crate) fn undo(&mut self, slot: Slot, cause: Option<&str>, now: f64) {
         let Some(mut flight) = self.in_flight[slot.index()].take() else { return };
         // Backwards, so that blocks and rows are free again in the order in which they were.
@@ -198,6 +179,9 @@ impl Engine {
                 self.drop_swapped(id);
                 Counters::add(&self.counters.soft_resets, 1);
             }
+        }
+        if flight.is_trial {
+            self.retries.add(flight.entries.iter().map(|entry| entry.id).collect());
         }
         self.step_is_in(slot, &mut flight);
         Counters::add(&self.counters.abandoned_steps, 1);

@@ -59,6 +59,8 @@ counters! {
     steps,
     /// Steps abandoned.
     abandoned_steps,
+    /// Most tokens of the next step: `max_batch_tokens`, unless a step ran out of memory not long ago.
+    max_step_tokens,
     /// Rows of the step that was committed last.
     batch_rows,
     /// Those of them that brought one token.

@@ -18,6 +18,7 @@ use crate::ledger::Ledger;
 use crate::outbox::{Event, News, Outbox, Output};
 use crate::prefix::ByKey;
 use crate::queue::WaitingQueue;
+use crate::retry::Retries;
 use crate::rows::Rows;
 use crate::sequence::{Finish, Phase, Rest, Sequence};
 use crate::swap::{SwapId, SwapPool};
@@ -91,6 +92,8 @@ pub(crate) struct Flight {
     pub swap_ins: Vec<(SwapId, BlockId)>,
     /// Whose blocks go to the host.
     pub victims: Vec<SeqId>,
+    /// Whether its rows are suspects of a step that raised.
+    pub is_trial: bool,
 }
 
 impl Flight {
@@ -102,6 +105,7 @@ impl Flight {
         self.swap_outs.clear();
         self.swap_ins.clear();
         self.victims.clear();
+        self.is_trial = false;
     }
 }
 
@@ -149,6 +153,7 @@ pub struct Engine {
     /// The step in flight in each slot.
     pub(crate) in_flight: [Option<Flight>; 2],
     pub(crate) planned_steps: u64,
+    pub(crate) retries: Retries,
     /// The regime that the last step left out: the next step is its.
     pub(crate) owed_regime: Option<bool>,
     /// Whether sequences that were never admitted are let in.
@@ -203,6 +208,7 @@ impl Engine {
             arena_capacity: ArenaLayout::capacity(&config),
             in_flight: [None, None],
             planned_steps: 0,
+            retries: Retries::new(config.max_batch_tokens),
             owed_regime: None,
             lets_in: true,
             families: HashMap::new(),
@@ -358,6 +364,7 @@ impl Engine {
             self.end(id, finish.clone(), now);
         }
         self.active.clear();
+        self.retries.forget();
         self.publish_gauges();
         self.outbox.deliver(&mut self.events);
     }
@@ -434,6 +441,7 @@ impl Engine {
         counters.cached_blocks.store(u64::from(total.cached), Relaxed);
         counters.retiring_blocks.store(u64::from(total.retiring), Relaxed);
         counters.peak_owned_blocks.fetch_max(u64::from(total.owned), Relaxed);
+        counters.max_step_tokens.store(u64::from(self.retries.most_tokens()), Relaxed);
         counters.swapped.store(self.num_swapped, Relaxed);
         counters.swap_capacity.store(u64::from(self.swap.capacity()), Relaxed);
         counters.free_swap_blocks.store(u64::from(self.swap.available()), Relaxed);

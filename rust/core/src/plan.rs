@@ -42,21 +42,10 @@ impl Engine {
         let mut flight = self.spare.pop().unwrap_or_default();
         flight.clear();
         self.cross_over();
-        let mut owed_regime = self.owed_regime.take();
-        let mut first_pass = true;
-        loop {
-            self.choose_rows(slot, &mut flight, now, owed_regime);
-            if flight.entries.is_empty() && owed_regime.take().is_some() {
-                continue;
-            }
-            if std::mem::take(&mut first_pass) {
-                Counters::add(&self.counters.starved, self.starved.len() as u64);
-            }
-            // Victims make room: for the next step when this one has rows, for this one when it has none.
-            let relieved = !self.starved.is_empty() && self.choose_victims();
-            if !flight.entries.is_empty() || !relieved {
-                break;
-            }
+        flight.is_trial = self.plan_trial(slot, &mut flight, now);
+        if !flight.is_trial {
+            let owed_regime = self.owed_regime.take();
+            self.choose_rows_and_victims(slot, &mut flight, now, owed_regime);
         }
         if flight.entries.is_empty() {
             debug_assert!(
@@ -118,11 +107,35 @@ impl Engine {
         entries.append(longer);
     }
 
+    pub(crate) fn choose_rows_and_victims(
+        &mut self,
+        slot: Slot,
+        flight: &mut Flight,
+        now: f64,
+        mut owed_regime: Option<bool>,
+    ) {
+        let mut first_pass = true;
+        loop {
+            self.choose_rows(slot, flight, now, owed_regime);
+            if flight.entries.is_empty() && owed_regime.take().is_some() {
+                continue;
+            }
+            if std::mem::take(&mut first_pass) {
+                Counters::add(&self.counters.starved, self.starved.len() as u64);
+            }
+            // Victims make room: for the next step when this one has rows, for this one when it has none.
+            let relieved = !self.starved.is_empty() && self.choose_victims();
+            if !flight.entries.is_empty() || !relieved {
+                break;
+            }
+        }
+    }
+
     fn choose_rows(&mut self, slot: Slot, flight: &mut Flight, now: f64, second_regime: Option<bool>) {
         self.starved.clear();
         let mut budget = Budget {
             slot,
-            tokens: self.config.max_batch_tokens,
+            tokens: self.retries.most_tokens(),
             cache_reads: self.config.max_cache_reads.unwrap_or(u64::MAX),
             table_changes: self.table_changes,
             left_out: false,
@@ -157,6 +170,9 @@ impl Engine {
             if seq.phase != Phase::Decoding || seq.ends_in_flight() || seq.in_flight.has(budget.slot) {
                 continue;
             }
+            if !self.retries.lets_run(id) {
+                continue;
+            }
             if self.config.is_second_regime(seq.planned + 1) && !seq.second_regime {
                 // It is computed again when its last token is there.
                 continue;
@@ -184,7 +200,8 @@ impl Engine {
     fn choose_split_prefills(&mut self, flight: &mut Flight, budget: &mut Budget) {
         let mut split = std::mem::take(&mut self.split);
         split.clear();
-        split.extend(self.active.iter().copied().filter(|&id| self.seqs[id].phase == Phase::Prefilling));
+        let prefills = |&id: &SeqId| self.seqs[id].phase == Phase::Prefilling && self.retries.lets_run(id);
+        split.extend(self.active.iter().copied().filter(prefills));
         for &id in &split {
             if budget.tokens == 0 || !self.prefills_go_on(flight) {
                 break;

@@ -448,10 +448,27 @@ impl Engine {
         Ok(advanced.map_err(to_python)?.map(Step))
     }
 
-    #[pyo3(signature = (slot_index, now, cause=None))]
-    fn abandon(&self, py: Python<'_>, slot_index: usize, now: f64, cause: Option<&str>) -> PyResult<()> {
+    #[pyo3(signature = (slot_index, now, cause=None, *, out_of_memory=false))]
+    fn abandon(
+        &self,
+        py: Python<'_>,
+        slot_index: usize,
+        now: f64,
+        cause: Option<&str>,
+        out_of_memory: bool,
+    ) -> PyResult<()> {
         let slot = slot(slot_index)?;
-        py.detach(|| self.lock().engine.abandon(slot, cause, now)).map_err(to_python)
+        let why = match (cause, out_of_memory) {
+            (None, false) => core::Abandoned::Withdrawn,
+            (Some(cause), false) => core::Abandoned::Raised(cause),
+            (Some(cause), true) => core::Abandoned::OutOfMemory(cause),
+            (None, true) => {
+                return Err(PyValueError::new_err(
+                    "out_of_memory is True without a cause: give the cause that its row ends with",
+                ));
+            }
+        };
+        py.detach(|| self.lock().engine.abandon(slot, why, now)).map_err(to_python)
     }
 
     /// See `core::Engine::let_in`.

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from chairlift.attention.interface import AttentionStep, forward_context
+from chairlift.engine.failure import is_out_of_memory
 from chairlift.engine.linears import PackedLinears, packed_calls
 from chairlift.engine.replay.agreement import Agreement, Disagreement
 from chairlift.engine.replay.obstacles import obstacle
@@ -112,6 +113,8 @@ class RecordedForward:
         try:
             program = world.program_for(point, self._linears)
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             self._give_up(f"no program could be written: {type(error).__name__}: {error}", loud=True)
             return self._by_model(make_step(), inputs)
         if program is None:
@@ -154,10 +157,12 @@ class RecordedForward:
         try:
             logits = program.run(answers.attend, answers.step.mask, *inputs)
         except Exception as error:
-            if answers.failed:
+            if answers.failed or is_out_of_memory(error):
                 raise
+            # Where the model fails as well, it is the step's fault.
+            logits = self._by_model(make_step(), inputs)
             self._give_up(f"a replayed step failed: {type(error).__name__}: {error}", loud=True)
-            return self._by_model(make_step(), inputs)
+            return logits
         answers.step.finish()
         return logits
 

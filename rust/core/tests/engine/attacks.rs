@@ -2,8 +2,8 @@
 
 use crate::driver::{Driver, config, prompt};
 use chairlift_core::{
-    BlockPool, BlockState, Engine, EngineConfig, Error, Eviction, Finish, Reach, Request, RequestId, Results,
-    Slot, Tickets,
+    Abandoned, BlockPool, BlockState, Engine, EngineConfig, Error, Eviction, Finish, Reach, Request,
+    RequestId, Results, Slot, Tickets,
 };
 
 // ------------------------------------------------------------------ keys that collide
@@ -201,7 +201,7 @@ fn slots_out_of_order_are_refused_and_nothing_has_changed() {
     };
     for slot in Slot::ALL {
         misused(engine.advance(commit(slot), None, 1.0).map(|_| ()), slot);
-        misused(engine.abandon(slot, None, 1.0), slot);
+        misused(engine.abandon(slot, Abandoned::Withdrawn, 1.0), slot);
     }
     engine.advance(None, Some((Slot::B, &mut b)), 1.0).unwrap().unwrap();
     misused(engine.advance(None, Some((Slot::B, &mut b)), 1.0).map(|_| ()), Slot::B);
@@ -369,8 +369,9 @@ fn a_producer_may_die_at_any_step_and_its_followers_go_on_from_where_it_came_to(
                             if driver.flights.is_empty() {
                                 driver.plan();
                             }
-                            let cause = (death == Death::Failed).then_some("broken");
-                            driver.abandon(true, cause);
+                            let failed = death == Death::Failed;
+                            let why = if failed { Abandoned::Raised("broken") } else { Abandoned::Withdrawn };
+                            driver.abandon(true, why);
                         }
                     }
                     let committed = driver.stats().prompt_tokens;

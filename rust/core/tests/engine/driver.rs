@@ -5,7 +5,8 @@ use std::collections::{HashMap, HashSet};
 
 use crate::device::{Device, LastStep, next_token};
 use chairlift_core::{
-    Engine, EngineConfig, Finish, News, Reach, Request, RequestId, Results, Sampling, Slot, Stats, Step,
+    Abandoned, Engine, EngineConfig, Finish, News, Reach, Request, RequestId, Results, Sampling, Slot, Stats,
+    Step,
 };
 
 pub const VOCAB: u32 = 50;
@@ -254,11 +255,11 @@ impl Driver {
     }
 
     /// Abandons the step that was planned last, or the oldest and with it the other.
-    pub fn abandon(&mut self, oldest: bool, cause: Option<&str>) {
+    pub fn abandon(&mut self, oldest: bool, why: Abandoned<'_>) {
         let at = if oldest { 0 } else { self.flights.len() - 1 };
         let slot = self.flights[at].slot;
         self.flights.truncate(at);
-        self.engine.abandon(slot, cause, self.now).unwrap();
+        self.engine.abandon(slot, why, self.now).unwrap();
         self.device.back_to(self.flights.last().map(|flight| flight.last.clone()).unwrap_or_default());
         self.engine.check_integrity().unwrap();
     }

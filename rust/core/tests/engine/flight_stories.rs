@@ -1,7 +1,7 @@
 //! Stories of two steps in flight: what is planned before its tokens are known, and what becomes of it.
 
 use crate::driver::{Driver, Row, config, continuation, prompt};
-use chairlift_core::{EngineConfig, Finish, Request};
+use chairlift_core::{Abandoned, EngineConfig, Finish, Request};
 
 fn of(rows: &[Row], request: u64) -> Option<Row> {
     rows.iter().copied().find(|row| row.request == request)
@@ -207,7 +207,7 @@ fn abandoning_the_second_step_leaves_the_first_as_it_is() {
     driver.plan();
     driver.submit(prompt(0, 0, 1, 9), 2);
     let planned = driver.plan().unwrap();
-    driver.abandon(false, None);
+    driver.abandon(false, Abandoned::Withdrawn);
     assert_eq!(driver.plan().unwrap(), planned, "the same step again");
     assert_eq!(driver.flights.len(), 2);
     assert_eq!(driver.run_out().len(), 2);
@@ -221,7 +221,7 @@ fn abandoning_the_first_step_takes_the_second_along() {
     let planned = driver.plan().unwrap();
     driver.submit(prompt(0, 0, 1, 9), 2);
     driver.plan();
-    driver.abandon(true, None);
+    driver.abandon(true, Abandoned::Withdrawn);
     let after = driver.stats();
     assert_eq!((after.free_blocks, after.running, after.waiting), (16, 0, 2));
     assert_eq!(after.generated_tokens, before.generated_tokens);
@@ -237,7 +237,7 @@ fn a_failed_first_step_fails_its_own_rows_and_undoes_the_second() {
     driver.plan();
     driver.submit(prompt(0, 0, 1, 9), 2);
     driver.plan();
-    driver.abandon(true, Some("no memory"));
+    driver.abandon(true, Abandoned::Raised("no memory"));
     let ends = driver.run_out();
     assert_eq!(ends[0].finish, Finish::Failed("no memory".into()));
     assert_eq!((ends[1].request, &ends[1].finish), (1, &Finish::Length), "it was in the second alone");
@@ -253,7 +253,7 @@ fn copies_that_were_abandoned_are_made_again() {
         driver.plan();
         assert_eq!(driver.flights[0].step.shape.copies, 1);
         driver.plan();
-        driver.abandon(both, None);
+        driver.abandon(both, Abandoned::Withdrawn);
         if both {
             driver.plan();
             assert_eq!(driver.flights[0].step.shape.copies, 1);
@@ -269,7 +269,7 @@ fn an_arrival_that_was_abandoned_and_never_came_again_had_nothing() {
     driver.run_out();
     let request = driver.submit(prompt(0, 6, 1, 7), 2);
     driver.plan();
-    driver.abandon(true, None);
+    driver.abandon(true, Abandoned::Withdrawn);
     driver.cancel(request);
     let ends = driver.run_out();
     assert_eq!((&ends[0].finish, ends[0].cached, ends[0].started), (&Finish::Cancelled, 0, false));
@@ -288,7 +288,7 @@ fn a_victim_whose_copy_to_the_host_broke_is_computed_again() {
         }
         driver.commit();
     }
-    driver.abandon(false, None);
+    driver.abandon(false, Abandoned::Withdrawn);
     let stats = driver.stats();
     assert_eq!((stats.swapped, stats.soft_resets, stats.free_swap_blocks), (0, 1, 8));
     let ends = driver.run_out();

@@ -11,6 +11,7 @@ mod oracle;
 mod prefix_stories;
 mod pressure_stories;
 mod regimes;
+mod retry_stories;
 mod stories;
 mod traces;
 mod twin;

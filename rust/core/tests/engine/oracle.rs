@@ -6,8 +6,8 @@
 use crate::device::{Device, LastStep, next_token};
 use crate::twin::{Naive, NaiveSeq};
 use chairlift_core::{
-    Engine, EngineConfig, Eviction, Fairness, Finish, KEY_BITS, News, Policy, Reach, Request, RequestId,
-    Results, Sampling, Slot, Stats,
+    Abandoned, Engine, EngineConfig, Eviction, Fairness, Finish, KEY_BITS, News, Policy, Reach, Request,
+    RequestId, Results, Sampling, Slot, Stats,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{RngSeed, TestRunner};
@@ -41,6 +41,9 @@ enum Op {
         oldest: bool,
     },
     Fail {
+        oldest: bool,
+    },
+    RunOutOfMemory {
         oldest: bool,
     },
     NewEpoch,
@@ -130,7 +133,11 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (0..40_usize).prop_map(Op::Cancel),
         14 => Just(Op::Step),
         1 => any::<bool>().prop_map(|oldest| Op::Abandon { oldest }),
-        1 => any::<bool>().prop_map(|oldest| Op::Fail { oldest }),
+        2 => any::<bool>().prop_map(|oldest| Op::Fail { oldest }),
+        1 => (any::<bool>(), 0..4).prop_map(|(oldest, nth)| match nth {
+            0 => Op::RunOutOfMemory { oldest },
+            _ => Op::Step,
+        }),
         1 => prop::sample::select(vec![Op::NewEpoch, Op::Step, Op::Step, Op::Step]),
         1 => prop::sample::select(vec![Op::LetIn(false), Op::LetIn(true), Op::LetIn(true), Op::RecomputeAll]),
         1 => (0..8).prop_map(|nth| if nth == 0 { Op::CancelAll } else { Op::Step }),
@@ -310,7 +317,7 @@ impl Pair {
         self.check();
     }
 
-    fn abandon(&mut self, oldest: bool, cause: Option<&str>) {
+    fn abandon(&mut self, oldest: bool, why: Abandoned<'_>) {
         if self.flights.is_empty() && !self.plan() {
             return;
         }
@@ -320,9 +327,9 @@ impl Pair {
         let at = if oldest { 0 } else { self.flights.len() - 1 };
         let (slot, _) = self.flights[at];
         self.flights.truncate(at);
-        self.engine.abandon(slot, cause, self.now).unwrap();
+        self.engine.abandon(slot, why, self.now).unwrap();
         if let Some(naive) = &mut self.naive {
-            naive.abandon(slot.index(), cause);
+            naive.abandon(slot.index(), why);
         }
         self.device.back_to(self.flights.last().map(|(_, last)| last.clone()).unwrap_or_default());
         self.check();
@@ -422,8 +429,9 @@ impl Pair {
                     }
                 }
                 Op::Step => drop(self.step()),
-                Op::Abandon { oldest } => self.abandon(*oldest, None),
-                Op::Fail { oldest } => self.abandon(*oldest, Some("broken")),
+                Op::Abandon { oldest } => self.abandon(*oldest, Abandoned::Withdrawn),
+                Op::Fail { oldest } => self.abandon(*oldest, Abandoned::Raised("broken")),
+                Op::RunOutOfMemory { oldest } => self.abandon(*oldest, Abandoned::OutOfMemory("broken")),
                 Op::NewEpoch => self.new_epoch(),
                 Op::LetIn(fresh) => self.let_in(*fresh),
                 Op::RecomputeAll => self.recompute_all(),

@@ -2,7 +2,8 @@
 
 use crate::device::{Device, SeenRow, next_token};
 use chairlift_core::{
-    Engine, EngineConfig, Error, Finish, News, Policy, Reach, Request, RequestId, Results, Sampling, Slot,
+    Abandoned, Engine, EngineConfig, Error, Finish, News, Policy, Reach, Request, RequestId, Results,
+    Sampling, Slot,
 };
 
 const VOCAB: u32 = 50;
@@ -414,7 +415,7 @@ fn an_abandoned_step_leaves_no_trace() {
     let before = story.engine.counters().snapshot();
     let planned = story.plan();
     assert_eq!(planned.len(), 2);
-    story.engine.abandon(Slot::A, None, story.now).unwrap();
+    story.engine.abandon(Slot::A, Abandoned::Withdrawn, story.now).unwrap();
     story.engine.check_integrity().unwrap();
     let mut after = story.engine.counters().snapshot();
     assert_eq!(after.abandoned_steps, 1);
@@ -430,7 +431,7 @@ fn a_failed_step_fails_its_rows_alone() {
     story.submit(6, 3);
     story.submit(6, 3);
     story.plan();
-    story.engine.abandon(Slot::A, Some("no memory"), 1.0).unwrap();
+    story.engine.abandon(Slot::A, Abandoned::Raised("no memory"), 1.0).unwrap();
     story.engine.check_integrity().unwrap();
     assert_eq!(story.run_out(), [(0, Finish::Failed("no memory".into()), 0), (1, Finish::Length, 3)]);
 }
@@ -508,7 +509,7 @@ fn what_was_computed_is_given_up_and_computed_again() {
     story.plan();
     let refused = story.engine.recompute_all().unwrap_err();
     assert!(matches!(refused, Error::SlotMisused { .. }), "{refused}");
-    story.engine.abandon(Slot::A, None, story.now).unwrap();
+    story.engine.abandon(Slot::A, Abandoned::Withdrawn, story.now).unwrap();
     story.engine.recompute_all().unwrap();
     story.engine.check_integrity().unwrap();
     let stats = story.engine.counters().snapshot();

@@ -7,7 +7,8 @@
 //! - `cancel N`: of that request.
 //! - `plan`: one more step is in flight. `commit`: the oldest is in. `step`: both; in an engine with `late=true` the step
 //!   before the one that was planned is in.
-//! - `abandon`, `fail`: a step is planned and does not come about; `abandon_both` takes the one before it along.
+//! - `abandon`, `fail`, `no_memory`: a step is planned and does not come about, for no fault, as it raises, or as it needs
+//!   too much; `abandon_both` takes the one before it along.
 //! - `reset`: a new epoch.
 //!
 //! The indented lines are the plan log; after a change that means them to differ, `UPDATE_TRACES=1 cargo test --test engine
@@ -17,7 +18,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 use crate::driver::{Driver, End, Row, config, continuation, prompt};
-use chairlift_core::{EngineConfig, Eviction, Fairness, Finish, Policy, Reach, Request, Stats};
+use chairlift_core::{Abandoned, EngineConfig, Eviction, Fairness, Finish, Policy, Reach, Request, Stats};
 
 /// `NAME=VALUE` words of a command.
 struct Values<'a>(Vec<(&'a str, &'a str)>);
@@ -174,9 +175,10 @@ fn act(driver: &mut Driver, command: &str, log: &mut String) {
     match command {
         "plan" => {}
         "reset" => driver.new_epoch(),
-        "abandon" if planned => driver.abandon(false, None),
-        "abandon_both" if planned => driver.abandon(true, None),
-        "fail" if planned => driver.abandon(false, Some("broken")),
+        "abandon" if planned => driver.abandon(false, Abandoned::Withdrawn),
+        "abandon_both" if planned => driver.abandon(true, Abandoned::Withdrawn),
+        "fail" if planned => driver.abandon(false, Abandoned::Raised("broken")),
+        "no_memory" if planned => driver.abandon(false, Abandoned::OutOfMemory("no memory")),
         // A late step stays in flight until the next is planned.
         "step" if driver.flights.len() <= usize::from(driver.late && planned) => {}
         "step" | "commit" => driver.commit(),

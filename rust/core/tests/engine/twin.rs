@@ -5,7 +5,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use chairlift_core::{CONTINUATIONS, EngineConfig, Eviction, Fairness, Finish, Policy, Reach};
+use chairlift_core::{
+    Abandoned, CONTINUATIONS, EngineConfig, Eviction, Fairness, Finish, Policy, Reach, STEPS_BEFORE_LONGER,
+};
 
 /// Steps in flight, by slot.
 type Steps = [bool; 2];
@@ -106,6 +108,7 @@ pub struct NaiveStep {
     pins: Vec<usize>,
     /// Whose blocks go to the host.
     victims: Vec<u64>,
+    is_trial: bool,
 }
 
 #[derive(Debug)]
@@ -134,6 +137,12 @@ pub struct Naive {
     unsent: Vec<u64>,
     /// The regime that the last step left out.
     owed: Option<bool>,
+    /// Who is to be tried with nobody else, the next last; and who is tried now.
+    trials: Vec<Vec<u64>>,
+    trial: Option<Vec<u64>>,
+    /// Most tokens of a step, and the steps that came about since that changed.
+    most_tokens: usize,
+    went_well: usize,
     pub crossings: u64,
     /// Steps planned so far.
     planned: u64,
@@ -190,6 +199,10 @@ fn first_seen(reach: Reach, position: usize) -> usize {
 impl Naive {
     pub fn new(config: EngineConfig) -> Self {
         Self {
+            trials: vec![],
+            trial: None,
+            most_tokens: config.max_batch_tokens as usize,
+            went_well: 0,
             config,
             seqs: vec![],
             inbox: vec![],
@@ -690,8 +703,9 @@ impl Naive {
 
     pub fn cancel_all(&mut self) {
         if let Some(slot) = self.flights.first().map(|oldest| oldest.slot) {
-            self.abandon(slot, None);
+            self.abandon(slot, Abandoned::Withdrawn);
         }
+        self.trials.clear();
         self.read_inbox();
         let requests: BTreeSet<u64> = self.seqs.iter().map(|seq| seq.request).collect();
         for request in requests {
@@ -802,12 +816,32 @@ impl Naive {
     /// The rows of the next step. Empty: nothing can run now.
     pub fn plan(&mut self, slot: usize) -> Vec<NaiveRow> {
         self.cross_over();
-        let mut owed = self.owed.take();
+        while let Some(trial) = self.trials.pop() {
+            let turns = (self.owed, self.cursor, self.without);
+            self.trial = Some(trial);
+            let rows = self.plan_of(slot, None);
+            self.trial = None;
+            (self.owed, self.cursor, self.without) = turns;
+            if !rows.is_empty() {
+                self.flights.last_mut().unwrap().is_trial = true;
+                return rows;
+            }
+        }
+        let owed = self.owed.take();
+        self.plan_of(slot, owed)
+    }
+
+    /// Whether it may be in the step: everybody, but for trials.
+    fn may_run(&self, at: usize) -> bool {
+        self.trial.as_ref().is_none_or(|trial| trial.contains(&self.seqs[at].request))
+    }
+
+    fn plan_of(&mut self, slot: usize, mut owed: Option<bool>) -> Vec<NaiveRow> {
         loop {
             let mut step = NaiveStep { slot, epoch: self.epoch, ..NaiveStep::default() };
             let mut starved: Vec<u64> = Vec::new();
             let mut left = Budget {
-                tokens: self.config.max_batch_tokens as usize,
+                tokens: self.most_tokens,
                 reads: self.config.max_cache_reads.unwrap_or(u64::MAX) as usize,
                 changes: self.table_changes(),
                 second: owed,
@@ -874,8 +908,11 @@ impl Naive {
         let order = self.active_by_age();
         let start = if self.cursor < order.len() { self.cursor } else { 0 };
         let places = (start..order.len()).chain(0..start).map(|place| (order[place], place));
-        let decodes = places.filter(|&(at, _)| self.seqs[at].decoding);
-        let prefills = order.iter().filter(|&&at| !self.seqs[at].decoding).map(|&at| self.seqs[at].request);
+        let decodes = places.filter(|&(at, _)| self.seqs[at].decoding && self.may_run(at));
+        let prefills = order
+            .iter()
+            .filter(|&&at| !self.seqs[at].decoding && self.may_run(at))
+            .map(|&at| self.seqs[at].request);
         (decodes.map(|(at, place)| (self.seqs[at].request, place)).collect(), prefills.collect())
     }
 
@@ -1019,7 +1056,14 @@ impl Naive {
             let victim = victims.min_by_key(|&at| (-self.seqs[at].priority, self.seqs[at].admitted));
             let mut fresh = self.fresh_in_order();
             fresh.retain(|&at| !skipped.contains(&self.seqs[at].request));
+            let of_trial = self.trial.iter().flatten().filter_map(|&request| self.find(request));
+            let mut tried =
+                of_trial.filter(|&at| !self.seqs[at].active && !skipped.contains(&self.seqs[at].request));
             let candidate = match victim {
+                _ if self.trial.is_some() => match tried.next() {
+                    Some(at) if self.lets_in || self.seqs[at].admitted > 0 => at,
+                    _ => return,
+                },
                 Some(at) if skipped.is_empty() => at,
                 Some(_) => return,
                 None => match fresh.first() {
@@ -1129,6 +1173,10 @@ impl Naive {
     /// Commits the oldest step, with a token for each sampled row.
     pub fn commit(&mut self, tokens: &[i32]) {
         let step = self.flights.remove(0);
+        self.went_well += 1;
+        if self.went_well == STEPS_BEFORE_LONGER as usize {
+            self.bound_tokens(self.most_tokens * 2);
+        }
         let mut tokens = tokens.iter();
         for &request in &step.victims {
             let at = self.find(request);
@@ -1168,10 +1216,20 @@ impl Naive {
         self.is_in(&step);
     }
 
+    fn bound_tokens(&mut self, most: usize) {
+        (self.most_tokens, self.went_well) = (most.min(self.config.max_batch_tokens as usize), 0);
+    }
+
     /// Undoes the step of a slot, and the one planned after it.
-    pub fn abandon(&mut self, slot: usize, cause: Option<&str>) {
+    pub fn abandon(&mut self, slot: usize, why: Abandoned<'_>) {
         while let Some(step) = self.flights.pop() {
-            let cause = cause.filter(|_| step.slot == slot);
+            let tokens: usize = step.rows.iter().map(|row| row.len).sum();
+            let why = if step.slot == slot { why } else { Abandoned::Withdrawn };
+            let cause = match why {
+                Abandoned::Raised(cause) if step.rows.len() == 1 => Some(cause),
+                Abandoned::OutOfMemory(cause) if tokens == 1 => Some(cause),
+                _ => None,
+            };
             for row in step.rows.iter().rev() {
                 let Some(at) = self.find(row.request) else { continue };
                 self.seqs[at].in_flight[step.slot] = false;
@@ -1206,6 +1264,20 @@ impl Naive {
                 }
             }
             self.is_in(&step);
+            let mut suspects: Vec<u64> = step.rows.iter().map(|row| row.request).collect();
+            match why {
+                Abandoned::Raised(_) => {
+                    suspects.retain(|&request| step.rows.len() > 1 && self.find(request).is_some());
+                    let (first, second) = suspects.split_at(suspects.len().div_ceil(2));
+                    self.trials.extend([second.to_vec(), first.to_vec()]);
+                    self.trials.retain(|trial| !trial.is_empty());
+                }
+                _ if step.is_trial && cause.is_none() => self.trials.push(suspects),
+                _ => {}
+            }
+            if let Abandoned::OutOfMemory(_) = why {
+                self.bound_tokens(if tokens == 1 { usize::MAX } else { tokens / 2 });
+            }
             if step.slot == slot {
                 return;
             }
