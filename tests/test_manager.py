@@ -436,6 +436,44 @@ def test_a_full_queue_refuses_at_once(llama: PreTrainedModel) -> None:
     manager.destroy()
 
 
+def test_outputs_that_nobody_takes_hold_up_new_requests_and_none_is_dropped(llama: PreTrainedModel) -> None:
+    config = ContinuousBatchingConfig(**SMALL, output_space=4096 / 2**30)
+    manager = chairlift.init_continuous_batching(llama, GenerationConfig(max_new_tokens=2), config)
+    assert "requests are refused while 0.0 MiB wait to be taken  (asked for)" in manager.describe()
+    manager.start()
+    labels: list[str] = []
+
+    def add_without_taking() -> None:
+        while len(labels) < 1000:
+            labels.extend(manager.add_requests([PROMPT] * 3))
+            while manager.stats().finished < len(labels):
+                time.sleep(0.001)
+
+    with pytest.raises(chairlift.QueueFull, match=r"nobody took yet hold .* \(output_space\): take some"):
+        add_without_taking()
+    assert 9 < len(labels) < 100
+    with pytest.raises(chairlift.QueueFull):
+        manager.submit(PROMPT)
+    taken = [manager.get_result(timeout=30).request_id for _ in labels]
+    assert sorted(taken) == sorted(labels)
+    assert manager.submit(PROMPT).result(timeout=30).finish_reason == "length"
+    manager.destroy()
+
+
+@pytest.mark.parametrize(
+    ("space", "error"), [(-1, ValueError), (float("nan"), ValueError), ("1", TypeError), (True, TypeError)]
+)
+def test_a_space_for_outputs_that_is_none_is_refused(space: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"output_space is {space!r}, but must be"):
+        ContinuousBatchingConfig(output_space=space)
+
+
+def test_outputs_may_be_unbounded(llama: PreTrainedModel) -> None:
+    config = ContinuousBatchingConfig(**SMALL, output_space=float("inf"))
+    outputs = chairlift.generate_batch(llama, [PROMPT] * 50, max_new_tokens=2, continuous_batching_config=config)
+    assert len(outputs) == 50
+
+
 def test_a_dead_loop_is_an_error_of_generate_batch(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     class Fault(BaseException):
         pass

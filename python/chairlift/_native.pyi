@@ -37,7 +37,8 @@ class EngineClosed(RuntimeError):
     """The engine takes no requests or has no more events. The message tells the cause."""
 
 class QueueFull(RuntimeError):
-    """The waiting queue is at its bound (`max_queue_size`). The request was not taken; try again later."""
+    """The waiting queue is at its bound (`max_queue_size`), or outputs that nobody took are at theirs (`output_space`).
+    The request was not taken; try again later."""
 
 def default_match_unit(page_size: int) -> int:
     """Tokens of an entry of the prefix cache unless set: the largest divisor of the page that is at most 32."""
@@ -327,6 +328,7 @@ class EngineConfig:
         scheduler_type: str = "fifo",
         max_positions: int | None = None,
         max_queue_size: int = 0,
+        max_output_bytes: int | None = None,
         seed: int = 0,
         match_unit: int | None = None,
         cache_eviction: str = "lru",
@@ -555,7 +557,7 @@ class Engine:
 
         Raises:
             ValueError: What is wrong with the request, with the value and the bound.
-            QueueFull: The waiting queue is at its bound.
+            QueueFull: The waiting queue is at its bound, or more than `max_output_bytes` of outputs wait to be taken.
             EngineClosed: The engine takes no requests; the message tells why.
         """
     def submit_many(
@@ -582,7 +584,7 @@ class Engine:
 
         Raises:
             ValueError: As `submit`, naming the prompt by its place.
-            QueueFull: The waiting queue is at its bound.
+            QueueFull: The waiting queue is at its bound, or more than `max_output_bytes` of outputs wait to be taken.
             EngineClosed: The engine takes no requests; the message tells why.
         """
     def refuse(self, cause: str, now: float) -> int:

@@ -74,6 +74,9 @@ class ContinuousBatchingConfig:
             take, 0 to 1; a larger `cpu_offload_space` is lowered to it, with a warning. 0: no such bound.
         max_queue_size: Bound on sequences that wait to be admitted for the first time; 0: none. One more raises
             `QueueFull` at once.
+        output_space: GiB of host memory for outputs nobody took yet. None is ever dropped: while they hold more, those
+            of requests in flight still come, but one more request raises `QueueFull`. None: a quarter of what is free
+            beside pool and batches, 64 MiB at the least. `float("inf")`: no bound.
         per_request_processors: Says that requests may ask for a temperature, a top-k and a top-p of their own. They may
             anyway; with False a warning says so, once.
         drop_unsupported_processors: Drop logits processors that are not served, with a warning, instead of refusing
@@ -120,6 +123,7 @@ class ContinuousBatchingConfig:
     tenant_weights: Mapping[str, float] | None = None
     packed_linears: bool | None = None
     replay_forward: bool | None = None
+    output_space: float | None = None
 
     def __post_init__(self) -> None:
         """Settles the deprecated fields and checks the others."""
@@ -212,12 +216,8 @@ class ContinuousBatchingConfig:
         self._check_part("max_memory_percent", optional=True, above_zero=True)
         self._check_part("safety_margin", optional=True)
         self._check_part("cpu_offload_space_safety_threshold")
-        space = self.cpu_offload_space
-        if space is not None:
-            if isinstance(space, bool) or not isinstance(space, int | float):
-                raise TypeError(f"cpu_offload_space is {space!r}, but must be a number of GiB, or None")
-            if not 0 <= space < math.inf:
-                raise ValueError(f"cpu_offload_space is {space}, but must be at least 0 (GiB), and finite")
+        self._check_space("cpu_offload_space")
+        self._check_space("output_space", bounded=False)
         given: Any = self.scheduler_type
         if isinstance(given, type):
             raise TypeError(
@@ -275,6 +275,15 @@ class ContinuousBatchingConfig:
             raise ValueError(f"{name} is {value}, but must be at least {least}")
         if value > most:
             raise ValueError(f"{name} is {value}, but must be at most {most}")
+
+    def _check_space(self, name: str, *, bounded: bool = True) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name} is {value!r}, but must be a number of GiB, or None")
+        if not value >= 0 or (bounded and value == math.inf):
+            raise ValueError(f"{name} is {value}, but must be at least 0 (GiB){', and finite' if bounded else ''}")
 
     def _check_part(self, name: str, *, optional: bool = False, above_zero: bool = False) -> None:
         value = getattr(self, name)

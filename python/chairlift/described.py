@@ -1,5 +1,7 @@
 """What was learned of a model and chosen for it, as a table for people."""
 
+import math
+
 from transformers import PreTrainedModel
 
 from chairlift.config import ResolvedConfig
@@ -61,6 +63,13 @@ def described(
             else ("none for victims", "they are computed again; cpu_offload_space=0")
         ),
     }
+    bound = math.inf if config.output_space is None else config.output_space
+    memory["outputs"] = (
+        "as many as come"
+        if bound == math.inf
+        else f"requests are refused while {_mib(bound * 2**30)} wait to be taken",
+        config.reasons.get("output_space", ""),
+    )
     sharing = {
         "prefix cache": (
             (f"shared by {config.match_unit} tokens, {config.cache_eviction}", config.reasons.get("match_unit", ""))
@@ -76,5 +85,5 @@ def described(
     return "\n".join(lines)
 
 
-def _mib(num_bytes: int) -> str:
+def _mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import threading
 import warnings
 import weakref
@@ -133,6 +134,7 @@ class ContinuousBatchingManager:
             safety_margin=self.config.safety_margin or 0.0,
             scheduler_type=self.config.scheduler_type,
             max_queue_size=self.config.max_queue_size,
+            max_output_bytes=_bytes(self.config.output_space),
             seed=self.config.seed or 0,
             return_logprobs=self.config.return_logprobs,
             match_unit=self.config.match_unit or 0,
@@ -389,7 +391,8 @@ class ContinuousBatchingManager:
             ValueError: A prompt that is empty, has an id outside the vocabulary or cannot fit; a bound below 1; a
                 label that is in flight or whose output nobody took yet; values of a draw that are out of bounds, or
                 where nothing is drawn.
-            QueueFull: `max_queue_size` requests wait already.
+            QueueFull: `max_queue_size` requests wait already, or outputs that nobody took hold more than
+                `output_space`.
             RuntimeError: The loop died; its cause is chained.
 
         A stopped manager takes no requests: it says so in a warning, and the output comes failed at once. One that is
@@ -487,7 +490,7 @@ class ContinuousBatchingManager:
 
         Raises:
             TypeError, ValueError: As `add_request`, naming the prompt by its place.
-            QueueFull: There is not room for all of them; none was taken.
+            QueueFull: As `add_request`: there is not room for all of them, and none was taken.
             RuntimeError: The loop died; its cause is chained.
         """
         terms = Terms(
@@ -675,6 +678,10 @@ def _end(worker: weakref.ref[Worker]) -> None:
     # While its thread runs it is there.
     if (running := worker()) is not None:
         running.ask_to_end(StopLevel.HARD)
+
+
+def _bytes(space: float | None) -> int | None:
+    return None if space is None or space == math.inf else int(space * 2**30)
 
 
 def _resolved(value: int | None) -> int:

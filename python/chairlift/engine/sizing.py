@@ -28,6 +28,8 @@ from chairlift.sampling.draw import scratch_bytes
 logger = logging.get_logger(__name__)
 
 _UNLIMITED = 1 << 60
+# Of outputs that nobody took, where a config leaves it open: as much at the least.
+MIN_OUTPUT_BYTES = 64 * 2**20
 
 
 class BatchCost(NamedTuple):
@@ -139,6 +141,13 @@ def resolve(
     batch_bytes = cost.of(max_batch_tokens, max_requests)
     pool_bytes = (num_blocks + 2) * geometry.model_block_bytes
     swap_blocks = _swap_blocks(config, geometry, max(0, free - batch_bytes - pool_bytes))
+    output_space = config.output_space
+    if output_space is None:
+        left = free - batch_bytes - pool_bytes - swap_blocks * geometry.block_bytes
+        output_space = max(left // 4, MIN_OUTPUT_BYTES) / 2**30
+    why["output_space"] = _asked(
+        config.output_space, "a quarter of what is free beside pool and batches, 64 MiB at the least"
+    )
     margin = SAFETY_MARGINS[config.scheduler_type] if config.safety_margin is None else config.safety_margin
     why["safety_margin"] = _asked(config.safety_margin, f"the default of {config.scheduler_type}")
     why["seed"] = _asked(config.seed, "drawn by the system")
@@ -160,6 +169,7 @@ def resolve(
         attention=attention,
         packed_linears=copies > 0,
         swap_blocks=swap_blocks,
+        output_space=output_space,
         match_unit=_match_unit(config),
         reasons=why,
     )

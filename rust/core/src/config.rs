@@ -91,6 +91,8 @@ pub struct EngineConfig {
     pub first_regime: Option<u32>,
     /// Bound on requests that wait to be admitted for the first time; 0 is none.
     pub max_queue_size: usize,
+    /// Bytes of outputs that nobody took, with more than which no request is taken; `None` is no bound.
+    pub max_output_bytes: Option<u64>,
     /// Seed of requests that bring none, and of the keys of the prefix cache.
     pub seed: u64,
     /// Tokens of an entry of the prefix cache; a divisor of the page. 0: no prefix cache.
@@ -119,6 +121,7 @@ impl Default for EngineConfig {
             max_positions: None,
             first_regime: None,
             max_queue_size: 0,
+            max_output_bytes: None,
             seed: 0,
             match_unit: Self::default_match_unit(256),
             cache_eviction: Eviction::Lru,

@@ -184,6 +184,7 @@ impl Engine {
     /// [`Error::InvalidConfig`].
     pub fn new(config: EngineConfig) -> Result<Self> {
         config.validate()?;
+        let outbox = Arc::new(Outbox::default());
         let engine = Self {
             ledger: Ledger::new(&config),
             swap: SwapPool::new(config.swap_blocks),
@@ -193,8 +194,8 @@ impl Engine {
             hasher: PrefixHasher::new(&config),
             producers: ByKey::default(),
             rows: Rows::new(config.max_requests_per_batch),
-            inbox: Arc::new(Inbox::new(&config)),
-            outbox: Arc::default(),
+            inbox: Arc::new(Inbox::new(&config, outbox.clone())),
+            outbox,
             counters: Arc::new(Counters::new(config.groups.len())),
             seqs: SlotMap::with_key(),
             by_request: HashMap::new(),

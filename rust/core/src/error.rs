@@ -74,6 +74,17 @@ pub enum Error {
         /// `max_queue_size`.
         limit: usize,
     },
+    /// Outputs that nobody took are at their bound.
+    #[error(
+        "outputs that nobody took yet hold {:.1} MiB, more than the bound of {:.1} MiB (output_space): take some before \
+         more requests come", *bytes as f64 / 1_048_576.0, *limit as f64 / 1_048_576.0
+    )]
+    OutputsFull {
+        /// Bytes that they hold.
+        bytes: u64,
+        /// `max_output_bytes`.
+        limit: u64,
+    },
     /// The engine takes no more requests.
     #[error("{cause}")]
     Closed {

@@ -3,13 +3,14 @@
 //! A request is checked here, in its submitter's thread, so that a bad one reaches nobody else.
 
 use std::collections::VecDeque;
-use std::sync::PoisonError;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use crate::config::EngineConfig;
 use crate::error::{Error, Result};
 use crate::hash::{Key, PrefixHasher};
 use crate::ids::RequestId;
+use crate::outbox::Outbox;
 use crate::sequence::Request;
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Condvar, Mutex, MutexGuard};
@@ -62,10 +63,13 @@ pub struct Inbox {
     max_queue_size: usize,
     first_regime: Option<u32>,
     hasher: PrefixHasher,
+    /// Where outputs wait, and how many bytes of them may when another request comes.
+    outbox: Arc<Outbox>,
+    max_output_bytes: Option<u64>,
 }
 
 impl Inbox {
-    pub(crate) fn new(config: &EngineConfig) -> Self {
+    pub(crate) fn new(config: &EngineConfig, outbox: Arc<Outbox>) -> Self {
         Self {
             mail: Mutex::default(),
             arrived: Condvar::new(),
@@ -79,6 +83,8 @@ impl Inbox {
             max_queue_size: config.max_queue_size,
             first_regime: config.first_regime,
             hasher: PrefixHasher::new(config),
+            outbox,
+            max_output_bytes: config.max_output_bytes,
         }
     }
 
@@ -97,7 +103,7 @@ impl Inbox {
             .collect()
     }
 
-    /// Whether a request would be taken, but for the queue's bound.
+    /// Whether a request would be taken, but for the bounds on those that wait and on outputs.
     ///
     /// # Errors
     /// What [`Inbox::submit`] would say.
@@ -133,7 +139,8 @@ impl Inbox {
     /// the first; those of the others follow.
     ///
     /// # Errors
-    /// An [`Error`] that names what is wrong with the request; [`Error::QueueFull`] or [`Error::Closed`] otherwise.
+    /// An [`Error`] that names what is wrong with the request; [`Error::QueueFull`], [`Error::OutputsFull`] or
+    /// [`Error::Closed`] otherwise.
     pub fn submit(&self, request: Request) -> Result<RequestId> {
         self.submit_all(vec![request], false).map_err(|(_, error)| error)
     }
@@ -165,6 +172,12 @@ impl Inbox {
         }
         if sorts {
             messages.sort_by(|one, other| one.prompt().cmp(other.prompt()));
+        }
+        if let Some(limit) = self.max_output_bytes {
+            let bytes = self.outbox.bytes();
+            if bytes > limit {
+                return Err((0, Error::OutputsFull { bytes, limit }));
+            }
         }
         let mut mail = self.lock();
         if let Some(cause) = &mail.closed {

@@ -28,7 +28,8 @@ fn beside<S: 'static, T: 'static>(shared: &Arc<S>, work: impl FnOnce(&S) -> T + 
 }
 
 fn inbox(max_queue_size: usize) -> Arc<Inbox> {
-    Arc::new(Inbox::new(&EngineConfig { vocab_size: 97, max_queue_size, ..EngineConfig::default() }))
+    let config = EngineConfig { vocab_size: 97, max_queue_size, ..EngineConfig::default() };
+    Arc::new(Inbox::new(&config, std::sync::Arc::default()))
 }
 
 fn submit(inbox: &Inbox) -> Result<RequestId> {

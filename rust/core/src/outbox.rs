@@ -54,6 +54,24 @@ pub enum News {
     End(Box<Output>),
 }
 
+impl News {
+    /// What it takes in memory, until somebody takes it.
+    fn bytes(&self) -> u64 {
+        let lists = match self {
+            News::Token { .. } => 0,
+            News::End(output) => {
+                size_of::<Output>()
+                    + size_of_val(&output.prompt[..])
+                    + size_of_val(&output.tokens[..])
+                    + size_of_val(&output.logprobs[..])
+                    + size_of_val(&output.timestamps[..])
+                    + size_of_val(&output.epochs[..])
+            }
+        };
+        (size_of::<(u64, Self)>() + lists) as u64
+    }
+}
+
 /// News, and whose.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Event {
@@ -120,6 +138,8 @@ struct Shelf {
     order: VecDeque<(u64, RequestId)>,
     /// Events that nobody took: the entries of `order` that are not stale.
     len: usize,
+    /// What they take in memory.
+    bytes: u64,
     next_place: u64,
     /// Readers of one request. Its terminal event, once taken, ends them all.
     claims: ById<usize>,
@@ -133,6 +153,7 @@ struct Shelf {
 
 impl Shelf {
     fn put(&mut self, request: RequestId, news: News) {
+        self.bytes += news.bytes();
         self.order.push_back((self.next_place, request));
         self.by_request.entry(request).or_default().push_back((self.next_place, news));
         self.next_place += 1;
@@ -158,6 +179,7 @@ impl Shelf {
             events.clear();
         }
         self.len -= 1;
+        self.bytes -= news.bytes();
         if matches!(news, News::End(_)) {
             self.by_request.remove(&request);
             self.claims.remove(&request);
@@ -327,6 +349,11 @@ impl Outbox {
         self.lock().len
     }
 
+    /// Bytes that they take.
+    pub fn bytes(&self) -> u64 {
+        self.lock().bytes
+    }
+
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -395,6 +422,7 @@ mod tests {
         assert_eq!(outbox.take_next(), None);
         assert_eq!(outbox.wait_next(Duration::ZERO), Waited::Timeout);
         assert!(outbox.is_empty());
+        assert_eq!(outbox.bytes(), 0);
     }
 
     #[test]

@@ -26,8 +26,8 @@ pub struct EngineConfig(core::EngineConfig);
 impl EngineConfig {
     #[new]
     #[pyo3(signature = (*, page_size, num_blocks, groups, max_requests_per_batch, max_batch_tokens, vocab_size,
-        max_cache_reads=None, safety_margin=0.15, scheduler_type="fifo", max_positions=None, max_queue_size=0, seed=0,
-        match_unit=None, cache_eviction="lru", swap_blocks=0, tenant_weights=None, first_regime=None,
+        max_cache_reads=None, safety_margin=0.15, scheduler_type="fifo", max_positions=None, max_queue_size=0,
+        max_output_bytes=None, seed=0, match_unit=None, cache_eviction="lru", swap_blocks=0, tenant_weights=None, first_regime=None,
         hash_bits=128))]
     #[allow(clippy::too_many_arguments)] // keyword-only fields
     fn new(
@@ -42,6 +42,7 @@ impl EngineConfig {
         scheduler_type: &str,
         max_positions: Option<u32>,
         max_queue_size: usize,
+        max_output_bytes: Option<u64>,
         seed: u64,
         match_unit: Option<u32>,
         cache_eviction: &str,
@@ -81,6 +82,7 @@ impl EngineConfig {
             max_positions,
             first_regime,
             max_queue_size,
+            max_output_bytes,
             seed,
             match_unit: match_unit.unwrap_or_else(|| core::EngineConfig::default_match_unit(page_size)),
             cache_eviction,

@@ -8,7 +8,8 @@ pyo3::create_exception!(
     chairlift._native,
     QueueFull,
     PyRuntimeError,
-    "The waiting queue is at its bound (`max_queue_size`). The request was not taken; try again later."
+    "The waiting queue is at its bound (`max_queue_size`), or outputs that nobody took are at theirs (`output_space`). \
+     The request was not taken; try again later."
 );
 pyo3::create_exception!(
     chairlift._native,
@@ -28,7 +29,7 @@ pub fn to_python(error: Error) -> PyErr {
         | Error::InvalidMaxNewTokens { .. }
         | Error::InvalidN { .. }
         | Error::InvalidConfig { .. } => PyValueError::new_err(message),
-        Error::QueueFull { .. } => QueueFull::new_err(message),
+        Error::QueueFull { .. } | Error::OutputsFull { .. } => QueueFull::new_err(message),
         Error::Closed { .. } => EngineClosed::new_err(message),
         _ => PyRuntimeError::new_err(message),
     }
@@ -37,7 +38,7 @@ pub fn to_python(error: Error) -> PyErr {
 /// The same, naming the input that is at fault.
 pub fn at_input(place: usize, error: Error) -> PyErr {
     match error {
-        Error::QueueFull { .. } | Error::Closed { .. } => to_python(error),
+        Error::QueueFull { .. } | Error::OutputsFull { .. } | Error::Closed { .. } => to_python(error),
         _ => PyValueError::new_err(format!("inputs[{place}]: {error}")),
     }
 }

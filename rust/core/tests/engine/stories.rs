@@ -501,6 +501,31 @@ fn while_nobody_fresh_is_let_in_those_that_were_admitted_end() {
 }
 
 #[test]
+fn outputs_that_nobody_takes_hold_up_new_requests_and_are_never_dropped() {
+    let mut story = Story::new(EngineConfig { max_output_bytes: Some(1000), ..config(4, 64, 64) });
+    let (inbox, outbox) = (story.engine.inbox(), story.engine.outbox());
+    let mut requests = vec![];
+    while outbox.bytes() <= 1000 {
+        // What is in flight already still comes.
+        requests.extend([story.submit(5, 2), story.submit(5, 2)]);
+        story.step();
+        story.step();
+    }
+    let refused = inbox.submit(request(5, 2)).unwrap_err();
+    assert_eq!(refused, Error::OutputsFull { bytes: outbox.bytes(), limit: 1000 });
+    assert_eq!(inbox.queued(), 0);
+    assert_eq!(outbox.take_for(requests[1]).map(|event| event.request), Some(requests[1]));
+    while outbox.bytes() > 1000 {
+        outbox.take_next().unwrap();
+    }
+    inbox.submit(request(5, 2)).unwrap();
+    while outbox.take_next().is_some() {}
+    assert_eq!(outbox.bytes(), 0);
+    story.run_out();
+    assert_eq!(story.engine.counters().snapshot().finished as usize, requests.len() + 1);
+}
+
+#[test]
 fn what_was_computed_is_given_up_and_computed_again() {
     let mut story = Story::new(EngineConfig { match_unit: 4, ..config(4, 16, 16) });
     let request = story.submit(6, 4);
